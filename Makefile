@@ -1,0 +1,29 @@
+# Needs Python >= 3.10 and make; everything else is installed into .venv.
+#   make train                       train a GPT with Muon and FlashAttention on this machine
+#   make train ARGS="--steps 200"    the same with options (make train ARGS=--help lists them)
+#   make test                        lint, types and tests; with a GPU also tests/gpu
+#   make clean                       remove .venv and what runs have written
+SYSTEM_PYTHON ?= python3
+PYTHON := .venv/bin/python
+ARGS ?=
+
+.PHONY: train test clean
+
+train: .venv/installed-examples
+	@$(PYTHON) -m examples.train $(ARGS)
+
+test: .venv/installed-dev
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest
+
+.venv/bin/python:
+	$(SYSTEM_PYTHON) -m venv .venv
+
+.venv/installed-%: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing torch and what $* needs into .venv (once, about a minute)"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info
