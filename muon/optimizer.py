@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from muon.matrices import MatrixMode, Split, buckets, row_blocks
 from muon.newton_schulz import orthogonalize
@@ -130,12 +130,16 @@ class Muon(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
-    @staticmethod
-    def _process_value_according_to_param_policy(
-        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
-    ) -> Tensor:
-        # torch casts loaded state to the parameter's dtype; ours keeps its own, as it was saved.
-        return value.to(param.device)
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in."""
+        super().load_state_dict(state_dict)
+        # torch has just cast floating state to its parameter's dtype, and left AdamW's step where it was saved.
+        params = (p for group in self.param_groups for p in group["params"])
+        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        for p, saved_id in zip(params, saved_ids, strict=True):
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.to(p.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

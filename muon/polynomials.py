@@ -137,12 +137,10 @@ def _image(triple: Triple, low: float, high: float) -> tuple[float, float]:
 
 def _critical_points(a: float, b: float, c: float) -> list[float]:
     """Real zeros of p'(s) = a + 3 b s² + 5 c s⁴."""
-    if c == 0:
-        squares = [-a / (3 * b)] if b else []
-    else:
-        discriminant = 9 * b * b - 20 * a * c
-        if discriminant < 0:
-            return []
-        root = math.sqrt(discriminant)
-        squares = [(-3 * b - root) / (10 * c), (-3 * b + root) / (10 * c)]
+    discriminant = 9 * b * b - 20 * a * c
+    if discriminant < 0:
+        return []
+    # The quadratic formula in s² without cancellation, so that a tiny c is as exact as c = 0.
+    q = -(3 * b + math.copysign(math.sqrt(discriminant), b)) / 2
+    squares = [numerator / denominator for numerator, denominator in ((q, 5 * c), (a, q)) if denominator]
     return [sign * math.sqrt(square) for square in squares if square > 0 for sign in (-1, 1)]

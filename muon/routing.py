@@ -40,7 +40,7 @@ class ParamGroups(list[dict[str, Any]]):
 
     def __str__(self) -> str:
         header = ("parameter", "shape", "algorithm", "why")
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (route.name, " × ".join(map(str, route.param.shape)) or "scalar", route.options["algorithm"], route.why)
             for route in self.routes
         ]
