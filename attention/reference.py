@@ -46,7 +46,7 @@ def tiled_forward(
     """out and lse by online softmax.
 
     The state of a row is its largest score m so far, the sum l of 2^(s - m) and the sum a of 2^(s - m) v. A new tile of
-    scores raises m to m', and what was summed before is rescaled by 2^(m - m'). At the end out = a / l, lse = log(2^m l).
+    scores raises m to m', and what was summed before is rescaled by 2^(m - m'). At last out = a / l, lse = log(2^m l).
     Scores are in units of ln 2 because exp2 is several times faster than exp, here as on a GPU.
     """
     heads = k.shape[2]

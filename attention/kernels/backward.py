@@ -2,8 +2,8 @@
 
 With P = exp(scale q kᵀ - lse), dP = dO vᵀ and delta_i = Σ_d dO_id O_id - dlse_i:
     dS = P ∘ (dP - delta),   dq = scale dS k,   dk = scale dSᵀ q,   dv = Pᵀ dO.
-The first pass owns queries, writes delta and dq; the second owns keys, writes dk and dv and sums over the query heads of
-its group. Nobody adds to anybody else's result, so a repeated backward is bitwise the same.
+The first pass owns queries, writes delta and dq; the second owns keys, writes dk and dv and sums over the query heads
+of its group. Nobody adds to anybody else's result, so a repeated backward is bitwise the same.
 """
 
 from __future__ import annotations
@@ -146,11 +146,12 @@ def _grad_kv_kernel(
     do_ptr += batch * stride_dob + head * group * stride_doh
     k_ptr += batch * stride_kb + head * stride_kh
     v_ptr += batch * stride_vb + head * stride_vh
-    row = (batch * heads_k + head) * group * seqlen_q
+    lse_ptr += (batch * heads_k + head) * group * seqlen_q
+    delta_ptr += (batch * heads_k + head) * group * seqlen_q
     dk_ptr += (batch * seqlen_k * heads_k + head) * D
     dv_ptr += (batch * seqlen_k * heads_k + head) * DV
 
-    # Key j is seen by queries from j - shift on: the tile by none before start, by whole tiles of queries from full_start.
+    # Key j is seen by queries from j - shift on: the tile by none before start, by every query from full_start on.
     shift = seqlen_k - seqlen_q + window_right
     start = 0
     full_start = 0
@@ -165,24 +166,23 @@ def _grad_kv_kernel(
     scale_log2 = scale * LOG2_E
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    for _ in tl.range(0, group):
-        lse_row = lse_ptr + row
-        delta_row = delta_ptr + row
-        if BOUND_RIGHT:
-            for start_m in tl.range(start, full_start, BLOCK_M):
-                dk, dv = _grad_kv_tile(
-                    dk, dv, k, v, q_ptr, do_ptr, lse_row, delta_row, stride_qs, stride_qd, stride_dos, stride_dod,
-                    start_m, start_n, seqlen_q, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-                    UPCAST,
-                )  # fmt: skip
-        for start_m in tl.range(full_start, seqlen_q, BLOCK_M):
-            dk, dv = _grad_kv_tile(
-                dk, dv, k, v, q_ptr, do_ptr, lse_row, delta_row, stride_qs, stride_qd, stride_dos, stride_dod, start_m,
-                start_n, seqlen_q, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
-            )  # fmt: skip
-        q_ptr += stride_qh
-        do_ptr += stride_doh
-        row += seqlen_q
+    # One loop runs over the tiles of all query heads, so that it stays pipelined from one head to the next.
+    num_masked = (full_start - start) // BLOCK_M
+    for i in tl.range(0, group * num_masked):
+        g = i // num_masked
+        dk, dv = _grad_kv_tile(
+            dk, dv, k, v, q_ptr + g * stride_qh, do_ptr + g * stride_doh, lse_ptr + g * seqlen_q, delta_ptr + g * seqlen_q,
+            stride_qs, stride_qd, stride_dos, stride_dod, start + i % num_masked * BLOCK_M, start_n, seqlen_q, shift,
+            scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, UPCAST,
+        )  # fmt: skip
+    num_full = tl.cdiv(seqlen_q - full_start, BLOCK_M)
+    for i in tl.range(0, group * num_full):
+        g = i // num_full
+        dk, dv = _grad_kv_tile(
+            dk, dv, k, v, q_ptr + g * stride_qh, do_ptr + g * stride_doh, lse_ptr + g * seqlen_q, delta_ptr + g * seqlen_q,
+            stride_qs, stride_qd, stride_dos, stride_dod, full_start + i % num_full * BLOCK_M, start_n, seqlen_q, shift,
+            scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
+        )  # fmt: skip
     store_tile(dk_ptr, dk * scale, start_n, seqlen_k, heads_k * D, BLOCK_N, D, BLOCK_D)
     store_tile(dv_ptr, dv, start_n, seqlen_k, heads_k * DV, BLOCK_N, DV, BLOCK_DV)
 

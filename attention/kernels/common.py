@@ -20,7 +20,7 @@ def load_tile(ptr, start, length, stride_s, stride_d, ROWS: tl.constexpr, D: tl.
     offs_s = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     # The tile's base is a 64-bit scalar, so that the offsets inside the tile can be 32-bit.
-    ptrs = ptr + tl.cast(start, tl.int64) * stride_s + offs_s[:, None] * stride_s + offs_d[None, :] * stride_d
+    ptrs = ptr + tl.cast(start, tl.int64) * stride_s + (offs_s[:, None] * stride_s + offs_d[None, :] * stride_d)
     if MASK_ROWS and BLOCK_D != D:
         tile = tl.load(ptrs, mask=(offs_s[:, None] < length - start) & (offs_d[None, :] < D), other=0.0)
     elif MASK_ROWS:

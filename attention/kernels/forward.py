@@ -1,4 +1,4 @@
-"""FlashAttention forward: a program a tile of queries, online softmax over tiles of keys (arXiv:2205.14135, 2307.08691)."""
+"""FlashAttention forward: a program a tile of queries, online softmax over tiles of keys (arXiv:2307.08691)."""
 
 from __future__ import annotations
 
@@ -90,8 +90,9 @@ def _forward_kernel(
             seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, UPCAST,
         )  # fmt: skip
 
-    # A row without keys has row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
     store_tile(out_ptr, acc, start_m, seqlen_q, heads_q * DV, BLOCK_M, DV, BLOCK_DV)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + offs_m, (row_max + tl.log2(row_sum)) * LN_2, mask=offs_m < seqlen_q)
