@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+# 16-bit kernels keep logits in units of ln 2 (EXP2), where the exponential is one instruction. In fp32 the rounding of
+# that change of unit would be the largest error there is, so fp32 keeps natural logits.
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -44,6 +46,11 @@ def store_tile(ptr, tile, start, length, stride_s, ROWS: tl.constexpr, D: tl.con
     if BLOCK_D != D:
         mask = mask & (offs_d[None, :] < D)
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def exponential(x, EXP2: tl.constexpr):
+    return tl.exp2(x) if EXP2 else tl.exp(x)
 
 
 def interpreted(kernel: object) -> bool:
