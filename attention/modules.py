@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         """x (B, S, E) to (B, S, E)."""
         batch, seqlen, _ = x.shape
         qkv = self.qkv(x).view(batch, seqlen, -1, self.head_dim)
-        q, k, v = torch.split(qkv, (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm.weight), rms_norm(k, self.k_norm.weight)
         if self.rotary:
@@ -97,7 +97,7 @@ class SelfAttention(nn.Module):
     def qk_weights(self) -> tuple[Tensor, Tensor]:
         """The rows of the fused weight that make queries (Hq, D, E) and keys (Hkv, D, E), as views to write to."""
         rows_q, rows_k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        query, key, _ = torch.split(self.qkv.weight.detach(), (rows_q, rows_k, rows_k))
+        query, key, _ = torch.split(self.qkv.weight.detach(), [rows_q, rows_k, rows_k])
         return (
             query.view(self.num_heads, self.head_dim, self.embed_dim),
             key.view(self.num_kv_heads, self.head_dim, self.embed_dim),

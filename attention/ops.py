@@ -1,7 +1,7 @@
 """The operators `attention::forward` and `attention::backward`: what torch.compile, autograd and export see.
 
-Both take q, k and v as (B, S, H, D) in any strides, `window_right` as in `attention.reference`, and the name of a backend
-that can run them. Only q, k, v, out and lse are kept for the backward.
+Both take q, k and v as (B, S, H, D) in any strides, `window_right` as in `attention.reference`, and the name of a
+backend that can run them. Only q, k, v, out and lse are kept for the backward.
 """
 
 from __future__ import annotations

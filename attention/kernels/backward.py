@@ -2,8 +2,8 @@
 
 With P = exp(scale q kᵀ - lse), dP = dO vᵀ and delta_i = Σ_d dO_id O_id - dlse_i:
     dS = P ∘ (dP - delta),   dq = scale dS k,   dk = scale dSᵀ q,   dv = Pᵀ dO.
-The first pass owns queries, writes delta and dq; the second owns keys, writes dk and dv and sums over the query heads of
-its group. Nobody adds to anybody else's result, so a repeated backward is bitwise the same.
+The first pass owns queries, writes delta and dq; the second owns keys, writes dk and dv and sums over the query heads
+of its group. Nobody adds to anybody else's result, so a repeated backward is bitwise the same.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import LOG2_E, interpreted, load_tile, on_device_of, store_tile
+from .common import LOG2_E, exponential, interpreted, load_tile, on_device_of, store_tile
 from .tiles import choose_tiles, padded_width
 
 
 @triton.jit
 def _grad_q_tile(
-    dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n, seqlen_k,
-    shift, scale_log2, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dq, q, do, unit_lse, delta, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n, seqlen_k,
+    shift, unit_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    EXP2: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the queries' gradient."""
     k = load_tile(k_ptr, start_n, seqlen_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, UPCAST)
     v = load_tile(v_ptr, start_n, seqlen_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, UPCAST)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-    p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+    p = exponential(scores * unit_scale - unit_lse[:, None], EXP2)
     if MASKED:
         offs_n = start_n + tl.arange(0, BLOCK_N)
         visible = offs_n[None, :] < seqlen_k
@@ -42,20 +42,24 @@ def _grad_q_tile(
 
 @triton.jit
 def _grad_kv_tile(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qs, stride_qd, stride_dos, stride_dod, start_m, start_n,
-    seqlen_q, shift, scale_log2, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos, stride_dod,
+    head, start_m, start_n, seqlen_q, shift, unit_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of queries to the keys' and values' gradients. Scores are computed transposed, so that pᵀ and dsᵀ
+    """Adds one tile of a head's queries to the keys' and values' gradients. Scores are computed transposed, so that pᵀ and dsᵀ
     need no transposition before the products that follow (Triton miscompiles that, flash-linear-attention #640)."""
+    head = tl.cast(head, tl.int64)
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q = load_tile(q_ptr, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
+    q = load_tile(q_ptr + head * stride_qh, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
+    do_ptr += head * stride_doh
     do = load_tile(do_ptr, start_m, seqlen_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, UPCAST)
     # Queries past the end get weight exp(-inf) = 0.
-    lse_log2 = tl.load(lse_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf")) * LOG2_E
-    delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    row = head * seqlen_q
+    unit_lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seqlen_q, other=float("inf")) * (LOG2_E if EXP2 else 1.0)
+    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
     scores_t = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-    p_t = tl.exp2(scores_t * scale_log2 - lse_log2[None, :])
+    p_t = exponential(scores_t * unit_scale - unit_lse[None, :], EXP2)
     if MASKED:
         offs_n = start_n + tl.arange(0, BLOCK_N)
         p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + shift, p_t, 0.0)
@@ -77,6 +81,7 @@ def _grad_q_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    EXP2: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     pid = tl.program_id(0)
     start_m = (num_tiles - 1 - pid % num_tiles) * BLOCK_M
     batch_head = pid // num_tiles
@@ -109,18 +114,18 @@ def _grad_q_kernel(
     tl.store(delta_ptr + row + offs_m, delta, mask=mask_m)
 
     q = load_tile(q_ptr, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
-    lse_log2 = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf")) * LOG2_E
-    scale_log2 = scale * LOG2_E
+    unit_lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf")) * (LOG2_E if EXP2 else 1.0)
+    unit_scale = scale * (LOG2_E if EXP2 else 1.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start_n in tl.range(0, full_end, BLOCK_N):
         dq = _grad_q_tile(
-            dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
-            seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, UPCAST,
+            dq, q, do, unit_lse, delta, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
+            seqlen_k, shift, unit_scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, EXP2, UPCAST,
         )  # fmt: skip
     for start_n in tl.range(full_end, end, BLOCK_N):
         dq = _grad_q_tile(
-            dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
-            seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, UPCAST,
+            dq, q, do, unit_lse, delta, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
+            seqlen_k, shift, unit_scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, EXP2, UPCAST,
         )  # fmt: skip
     store_tile(dq_ptr, dq * scale, start_m, seqlen_q, heads_q * D, BLOCK_M, D, BLOCK_D)
 
@@ -136,6 +141,7 @@ def _grad_kv_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    EXP2: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     # Under a causal mask the first keys are seen by the most queries: they go first.
     pid = tl.program_id(0)
     start_n = pid % num_tiles * BLOCK_N
@@ -146,11 +152,12 @@ def _grad_kv_kernel(
     do_ptr += batch * stride_dob + head * group * stride_doh
     k_ptr += batch * stride_kb + head * stride_kh
     v_ptr += batch * stride_vb + head * stride_vh
-    row = (batch * heads_k + head) * group * seqlen_q
+    lse_ptr += (batch * heads_k + head) * group * seqlen_q
+    delta_ptr += (batch * heads_k + head) * group * seqlen_q
     dk_ptr += (batch * seqlen_k * heads_k + head) * D
     dv_ptr += (batch * seqlen_k * heads_k + head) * DV
 
-    # Key j is seen by queries from j - shift on: the tile by none before start, by whole tiles of queries from full_start.
+    # Key j is seen by queries from j - shift on: the tile by none before start, by every query from full_start on.
     shift = seqlen_k - seqlen_q + window_right
     start = 0
     full_start = 0
@@ -162,27 +169,24 @@ def _grad_kv_kernel(
     # Keys past the end only spoil their own rows, which are not stored.
     k = load_tile(k_ptr, start_n, seqlen_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, True, UPCAST)
     v = load_tile(v_ptr, start_n, seqlen_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, True, UPCAST)
-    scale_log2 = scale * LOG2_E
+    unit_scale = scale * (LOG2_E if EXP2 else 1.0)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    for _ in tl.range(0, group):
-        lse_row = lse_ptr + row
-        delta_row = delta_ptr + row
-        if BOUND_RIGHT:
-            for start_m in tl.range(start, full_start, BLOCK_M):
-                dk, dv = _grad_kv_tile(
-                    dk, dv, k, v, q_ptr, do_ptr, lse_row, delta_row, stride_qs, stride_qd, stride_dos, stride_dod,
-                    start_m, start_n, seqlen_q, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True,
-                    UPCAST,
-                )  # fmt: skip
-        for start_m in tl.range(full_start, seqlen_q, BLOCK_M):
-            dk, dv = _grad_kv_tile(
-                dk, dv, k, v, q_ptr, do_ptr, lse_row, delta_row, stride_qs, stride_qd, stride_dos, stride_dod, start_m,
-                start_n, seqlen_q, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
-            )  # fmt: skip
-        q_ptr += stride_qh
-        do_ptr += stride_doh
-        row += seqlen_q
+    # One loop runs over the tiles of all query heads, so that it stays pipelined from one head to the next.
+    masked = (full_start - start) // BLOCK_M
+    for i in tl.range(0, group * masked):
+        dk, dv = _grad_kv_tile(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos,
+            stride_dod, i // masked, start + i % masked * BLOCK_M, start_n, seqlen_q, shift, unit_scale,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, EXP2, UPCAST,
+        )  # fmt: skip
+    full = tl.cdiv(seqlen_q - full_start, BLOCK_M)
+    for i in tl.range(0, group * full):
+        dk, dv = _grad_kv_tile(
+            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos,
+            stride_dod, i // full, full_start + i % full * BLOCK_M, start_n, seqlen_q, shift, unit_scale,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, EXP2, UPCAST,
+        )  # fmt: skip
     store_tile(dk_ptr, dk * scale, start_n, seqlen_k, heads_k * D, BLOCK_N, D, BLOCK_D)
     store_tile(dv_ptr, dv, start_n, seqlen_k, heads_k * DV, BLOCK_N, DV, BLOCK_DV)
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+# 16-bit kernels keep logits in units of ln 2 (EXP2), where the exponential is one instruction. In fp32 the rounding of
+# that change of unit would be the largest error there is, so fp32 keeps natural logits.
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -20,7 +22,7 @@ def load_tile(ptr, start, length, stride_s, stride_d, ROWS: tl.constexpr, D: tl.
     offs_s = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     # The tile's base is a 64-bit scalar, so that the offsets inside the tile can be 32-bit.
-    ptrs = ptr + tl.cast(start, tl.int64) * stride_s + offs_s[:, None] * stride_s + offs_d[None, :] * stride_d
+    ptrs = ptr + tl.cast(start, tl.int64) * stride_s + (offs_s[:, None] * stride_s + offs_d[None, :] * stride_d)
     if MASK_ROWS and BLOCK_D != D:
         tile = tl.load(ptrs, mask=(offs_s[:, None] < length - start) & (offs_d[None, :] < D), other=0.0)
     elif MASK_ROWS:
@@ -44,6 +46,11 @@ def store_tile(ptr, tile, start, length, stride_s, ROWS: tl.constexpr, D: tl.con
     if BLOCK_D != D:
         mask = mask & (offs_d[None, :] < D)
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def exponential(x, EXP2: tl.constexpr):
+    return tl.exp2(x) if EXP2 else tl.exp(x)
 
 
 def interpreted(kernel: object) -> bool:

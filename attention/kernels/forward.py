@@ -1,4 +1,4 @@
-"""FlashAttention forward: a program a tile of queries, online softmax over tiles of keys (arXiv:2205.14135, 2307.08691)."""
+"""FlashAttention forward: a program a tile of queries, online softmax over tiles of keys (arXiv:2307.08691)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import LN_2, LOG2_E, interpreted, load_tile, on_device_of, store_tile
+from .common import LN_2, LOG2_E, exponential, interpreted, load_tile, on_device_of, store_tile
 from .tiles import choose_tiles, padded_width
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n, seqlen_k,
-    shift, scale_log2, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    shift, unit_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    EXP2: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Folds one tile of keys into the running maximum, sum and weighted values. Logits are in units of ln 2."""
+    """Folds one tile of keys into the running maximum, sum and weighted values."""
     k = load_tile(k_ptr, start_n, seqlen_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, UPCAST)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
     if MASKED:
@@ -26,17 +26,17 @@ def _attend(
         if BOUND_RIGHT:
             offs_m = start_m + tl.arange(0, BLOCK_M)
             visible = visible & (offs_n[None, :] <= offs_m[:, None] + shift)
-        scores = tl.where(visible, scores * scale_log2, -float("inf"))
+        scores = tl.where(visible, scores * unit_scale, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen no key yet keeps -inf as its maximum; -inf - -inf would be NaN.
         anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
-        p = tl.exp2(scores - anchor[:, None])
+        p = exponential(scores - anchor[:, None], EXP2)
     else:
-        # scale_log2 >= 0, so the maximum commutes with it and the exponent is one multiply-add an element.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        # unit_scale >= 0, so the maximum commutes with it and the exponent is one multiply-add an element.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit_scale)
         anchor = new_max
-        p = tl.exp2(scores * scale_log2 - anchor[:, None])
-    rescale = tl.exp2(row_max - anchor)
+        p = exponential(scores * unit_scale - anchor[:, None], EXP2)
+    rescale = exponential(row_max - anchor, EXP2)
     v = load_tile(v_ptr, start_n, seqlen_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, UPCAST)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, new_max, row_sum * rescale + tl.sum(p, 1)
@@ -52,6 +52,7 @@ def _forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    EXP2: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     # Neighbouring programs share a head's keys in L2; under a causal mask the longest rows go first.
     pid = tl.program_id(0)
     start_m = (num_tiles - 1 - pid % num_tiles) * BLOCK_M
@@ -75,26 +76,28 @@ def _forward_kernel(
 
     q = load_tile(q_ptr, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
     q = tl.where(scale < 0, -q, q)
-    scale_log2 = tl.abs(scale) * LOG2_E
+    unit_scale = tl.abs(scale) * (LOG2_E if EXP2 else 1.0)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     for start_n in tl.range(0, full_end, BLOCK_N):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
-            seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, UPCAST,
+            seqlen_k, shift, unit_scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, EXP2, UPCAST,
         )  # fmt: skip
     for start_n in tl.range(full_end, end, BLOCK_N):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
-            seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, UPCAST,
+            seqlen_k, shift, unit_scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, EXP2, UPCAST,
         )  # fmt: skip
 
-    # A row without keys has row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
     store_tile(out_ptr, acc, start_m, seqlen_q, heads_q * DV, BLOCK_M, DV, BLOCK_DV)
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    tl.store(lse_ptr + offs_m, (row_max + tl.log2(row_sum)) * LN_2, mask=offs_m < seqlen_q)
+    lse = (row_max + tl.log2(row_sum)) * LN_2 if EXP2 else row_max + tl.log(row_sum)
+    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seqlen_q)
 
 
 def forward(
