@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from examples.gpt import checkpoint, data
-from examples.gpt.cli import ArgumentParser, UserError, number, pick_device, positive_int, run
+from examples.gpt.cli import ArgumentParser, UserError, natural, number, pick_device, positive_int, run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--length", metavar="N", type=positive_int, default=500, help="tokens to write")
     add("--temperature", metavar="X", type=number, default=0.8, help="0 always takes the likeliest")
     add("--top-k", metavar="N", type=positive_int, help="choose among the N likeliest only")
-    add("--seed", metavar="N", type=int, default=0, help="another seed, another text")
-    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    add("--seed", metavar="N", type=natural, default=0, help="another seed, another text")
+    add("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1, mps; default: what is there")
     args = parser.parse_args(argv)
     if not args.prompt:
         raise UserError('--prompt is empty; give at least one character, such as --prompt "def "')

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 
 from examples.gpt import checkpoint, data
-from examples.gpt.cli import ArgumentParser, UserError, pick_device, positive_float, positive_int, run
+from examples.gpt.cli import ArgumentParser, UserError, natural, pick_device, positive_float, positive_int, run
 from examples.gpt.logging import COLUMNS, Metrics, Row, plot
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS, Preset
@@ -37,6 +37,7 @@ from examples.gpt.schedule import warmup_stable_decay
 from muon import Muon, param_groups
 
 PROMPT = "def "
+SAMPLE_LENGTH = 500  # tokens
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -44,25 +45,25 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(
         prog="python -m examples.train",
         usage="%(prog)s [options]",
-        description="Train a GPT with Muon and FlashAttention. What is left out comes from the preset.",
+        description="Train a GPT with Muon and FlashAttention.",
     )
     add = parser.add_argument
-    add("--preset", default="cpu", choices=PRESETS, help="cpu (default) or gpt2-124m")
-    add("--data", metavar="PATH", help="text file or folder; default: Python's standard library")
-    add("--out", metavar="FOLDER", type=Path, help="where the run's files go; default: runs/<preset>")
-    add("--optimizer", default="muon", choices=("muon", "adamw"), help="for the hidden matrices")
-    add("--attention", default="flash", choices=("flash", "sdpa"), help="ours or torch's own")
+    add("--preset", metavar="NAME", default="cpu", choices=PRESETS, help="cpu (default) or gpt2-124m")
+    add("--data", metavar="PATH", help="text file or folder; default: the Python library")
+    add("--out", metavar="FOLDER", type=Path, help="for the run's files; default: runs/<preset>")
+    add("--optimizer", metavar="NAME", default="muon", choices=("muon", "adamw"), help="muon (default) or adamw")
+    add("--attention", metavar="NAME", default="flash", choices=("flash", "sdpa"), help="flash (default) or sdpa")
     add("--steps", metavar="N", type=positive_int, help="training steps")
     add("--batch", metavar="N", type=positive_int, help="sequences in a step")
     add("--context", metavar="N", type=positive_int, help="tokens in a sequence")
     add("--layers", metavar="N", type=positive_int, help="blocks of the model")
-    add("--heads", metavar="N", type=positive_int, help="attention heads; must divide the width")
     add("--width", metavar="N", type=positive_int, help="width of the model")
+    add("--heads", metavar="N", type=positive_int, help="attention heads; must divide the width")
     add("--lr", metavar="X", type=positive_float, help="learning rate of the hidden matrices")
-    add("--embedding-lr", metavar="X", type=positive_float, help="AdamW's, for everything else")
-    add("--seed", metavar="N", type=int, default=0, help="of the weights and the data's order")
-    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
-    add("--compile", action=BooleanOptionalAction, help="run the model through torch.compile")
+    add("--embedding-lr", metavar="X", type=positive_float, help="AdamW's for the rest")
+    add("--seed", metavar="N", type=natural, default=0, help="of the weights and the data's order")
+    add("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1, mps; default: what is there")
+    add("--compile", action=BooleanOptionalAction, help="use torch.compile")
     return parser.parse_args(argv)
 
 
@@ -222,7 +223,7 @@ def write_sample(model: GPT, path: Path, seed: int, device: torch.device) -> str
     """Text that the model makes up after PROMPT."""
     generator = torch.Generator(device).manual_seed(seed)
     prompt = data.encode(PROMPT)[None].to(device)
-    tokens = (token.item() for token in model.generate(prompt, 500, temperature=0.8, generator=generator))
+    tokens = (token.item() for token in model.generate(prompt, SAMPLE_LENGTH, temperature=0.8, generator=generator))
     text = PROMPT + "".join(data.decode(tokens))
     path.write_text(text, encoding="utf-8")
     return text

@@ -31,6 +31,12 @@ def run(main: Callable[[Sequence[str] | None], object]) -> None:
         sys.exit(130)
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    return int(text)
+
+
 def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -38,9 +44,10 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    if number(text) == 0:
+    value = number(text)
+    if value == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number(text)
+    return value
 
 
 def number(text: str) -> float:
