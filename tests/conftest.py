@@ -1,8 +1,30 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before any kernel is defined."""
 
 import os
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+sys.path.append(str(Path(__file__).parent))  # for `from helpers...` in the tests
+
+try:
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.load_profile("repeatable")
+except ImportError:  # tests/gpu does without
+    pass
+
+
+@pytest.fixture
+def uninitialized_memory_is_nan():
+    """Whatever a kernel or operator forgets to write is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,8 @@
+"""Muon for PyTorch: the optimizer, its orthogonalisation, and the routing of a model's parameters."""
+
+from muon.newton_schulz import orthogonalize
+from muon.optimizer import Muon
+from muon.polynomials import PRESETS
+from muon.routing import param_groups
+
+__all__ = ["PRESETS", "Muon", "orthogonalize", "param_groups"]

@@ -1,0 +1,230 @@
+"""Newton-Schulz orthogonalisation of a batch of matrices, by matrix products alone.
+
+An odd polynomial of a matrix X = U S Vᵀ acts on its singular values only: a X + b XXᵀX + c (XXᵀ)²X = U p(S) Vᵀ. A few
+such steps push every singular value towards 1, and the result towards U Vᵀ, the closest semi-orthogonal matrix.
+
+Both iterations below are written over the operations of ``MatrixOperations``: plain torch here, Triton in
+``muon.kernels.products``. They work on batches X (batch, n, m) with n <= m, scaled to Frobenius norm 1.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from muon.polynomials import KELLER_JORDAN, Coefficients, Triple, schedule
+
+Method: TypeAlias = Literal["auto", "standard", "gram"]
+Backend: TypeAlias = Literal["auto", "torch", "triton"]
+
+
+class MatrixOperations(Protocol):
+    """What an iteration is made of. Each operation rounds once, after its epilogue."""
+
+    def allocate(self, batch: int, n: int, m: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A (batch, n', m') tensor with n' >= n and m' >= m, zero where it is padding."""
+        ...
+
+    def gram(self, X: Tensor) -> Tensor:
+        """X Xᵀ, (batch, n, n)."""
+        ...
+
+    def symmetric(self, A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
+        """alpha A B + Σ beta C over the terms (beta, C), all symmetric (batch, n, n), A and B commuting."""
+        ...
+
+    def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
+        """a X + B X, (batch, n, m), for B (batch, n, n)."""
+        ...
+
+
+class TorchOperations:
+    """The operations in plain torch, batched."""
+
+    def allocate(self, batch: int, n: int, m: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return like.new_empty(batch, n, m, dtype=dtype)
+
+    def gram(self, X: Tensor) -> Tensor:
+        return X @ X.mT
+
+    def symmetric(self, A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
+        (beta, C), *rest = terms
+        product = torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
+        for beta, C in rest:
+            product = product.add_(C, alpha=beta)
+        return product
+
+    def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
+        return torch.baddbmm(X, B, X, beta=a)
+
+
+def standard_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> Tensor:
+    """U p(S) Vᵀ, three products a step: A = XXᵀ, B = bA + cA², X ← aX + BX."""
+    for a, b, c in steps:
+        A = ops.gram(X)
+        B = ops.symmetric(A, A, c, (b, A))
+        X = ops.update(B, X, a)
+    return X
+
+
+def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> Tensor:
+    """U p(S) Vᵀ, iterating on the small Gram matrix R = XXᵀ and touching X only at restarts.
+
+    With Z = bR + cR² a step is X ← (Z + aI) X, hence R ← (Z + aI) R (Z + aI), and the factors collect in a polynomial
+    of R, kept as Q + qI so that the identity is never rounded. Rounding errors of R grow as small singular values
+    do, so X and R are formed anew before the growth since the last time would pass ``RESTART_GROWTH``.
+
+    Source: Dao-AILab/gram-newton-schulz, https://github.com/Dao-AILab/gram-newton-schulz
+    """
+    for segment in _segments(steps):
+        R = ops.gram(X)
+        Q, q = _gram_segment(R, segment, ops)
+        X = ops.update(Q, X, q)
+    return X
+
+
+# The product of the steps' slopes at 0 that one Gram matrix may serve. It puts the restart of all five-step presets
+# before the fourth step, where float16 is no less accurate than the standard iteration is in bfloat16
+# (docs/lab-notes.md).
+RESTART_GROWTH = 128.0
+
+
+def _segments(steps: Sequence[Triple]) -> list[list[Triple]]:
+    segments: list[list[Triple]] = []
+    growth = float("inf")
+    for triple in steps:
+        growth *= triple[0]
+        if growth > RESTART_GROWTH:
+            segments.append([])
+            growth = triple[0]
+        segments[-1].append(triple)
+    return segments
+
+
+def _gram_segment(R: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> tuple[Tensor, float]:
+    """(Q, q) with Q + qI = the product of the steps' factors (Z + aI)."""
+    Q, q = R, 1.0
+    for index, (a, b, c) in enumerate(steps):
+        Z = ops.symmetric(R, R, c, (b, R))
+        Q = ops.symmetric(Q, Z, 1.0, (a, Q), (q, Z)) if index else Z
+        q *= a
+        if index < len(steps) - 1:
+            RZ = ops.symmetric(R, Z, 1.0, (a, R))
+            R = ops.symmetric(Z, RZ, 1.0, (a, RZ))
+    return Q, q
+
+
+def orthogonalize(
+    G: Tensor,
+    ns_coefficients: Coefficients = KELLER_JORDAN,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    *,
+    method: Method = "auto",
+    dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The (nearly) closest semi-orthogonal matrix of each matrix in ``G``, by Newton-Schulz.
+
+    With the singular value decomposition G = U S Vᵀ, returns U p(S / ‖G‖) Vᵀ: ‖G‖ is the Frobenius norm and p the
+    schedule of odd polynomials that ``ns_coefficients`` and ``ns_steps`` name (see ``muon.polynomials.schedule``).
+    A zero matrix gives zero. The scale of ``G`` doesn't matter. A NaN spoils its own matrix only.
+
+    Args:
+        G: (..., rows, cols), any floating dtype, any strides, also of size 0.
+        ns_coefficients: a triple (a, b, c) for every step, a preset's name, or a sequence of triples, one a step.
+        ns_steps: number of steps.
+        eps: smallest norm to divide by, after ``G`` has been divided by its largest magnitude.
+        method: ``"standard"`` multiplies X at every step; ``"gram"`` iterates on the smaller XXᵀ, cheaper the longer
+            the matrix; ``"auto"`` is ``"standard"``.
+        dtype: of the iteration. Default: on a CPU float32, or float64 for float64 input; elsewhere bfloat16 for
+            ``"standard"`` and float16 for ``"gram"``, which bfloat16 is too coarse for.
+        backend: ``"triton"`` (GPU), ``"torch"`` (anywhere), or ``"auto"``: Triton for CUDA tensors where installed.
+
+    Returns:
+        (..., rows, cols) in the dtype of ``G``, contiguous or the transpose of a contiguous tensor.
+
+    Raises:
+        TypeError: ``G`` is not of a real floating dtype.
+        ValueError: ``G`` has fewer than two dimensions; an unknown method or backend; a backend that can't run here;
+            bad coefficients.
+
+    Example:
+        >>> import torch
+        >>> from muon import orthogonalize
+        >>> O = orthogonalize(torch.randn(3, 64, 32), "converged")
+        >>> torch.allclose(O.mT @ O, torch.eye(32).expand(3, 32, 32), atol=1e-3)
+        True
+
+    Source: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/
+    """
+    if not G.is_floating_point():
+        raise TypeError(f"G should have a real floating dtype but has: {G.dtype}")
+    if G.ndim < 2:
+        raise ValueError(f"G should have at least 2 dimensions, (..., rows, cols), but has shape: {tuple(G.shape)}")
+    if method not in ("auto", "standard", "gram"):
+        raise ValueError(f"method should be 'auto', 'standard' or 'gram' but is: {method!r}")
+    steps = schedule(ns_coefficients, ns_steps)
+    use_triton = _use_triton(backend, G)
+    if G.numel() == 0:
+        return G.clone()
+
+    rows, cols = G.shape[-2:]
+    flat = G.reshape(-1, rows, cols)
+    lying = flat.mT if rows > cols else flat
+    ops = _triton_operations() if use_triton else TorchOperations()
+    X = _normalize(lying, dtype or _default_dtype(G, method), eps, ops)
+    iteration = gram_iteration if method == "gram" else standard_iteration
+    X = iteration(X, steps, ops)[:, : lying.shape[1], : lying.shape[2]]
+    return (X.mT if rows > cols else X).to(G.dtype).reshape(G.shape)
+
+
+def _normalize(G: Tensor, dtype: torch.dtype, eps: float, ops: MatrixOperations) -> Tensor:
+    """G / ‖G‖ in ``dtype``, one norm a matrix, in a tensor that ``ops`` allocates.
+
+    The largest magnitude is divided out first, in at least float32, so that squares neither overflow nor vanish.
+    """
+    batch, n, m = G.shape
+    largest = G.abs().amax(dim=(-2, -1), keepdim=True)
+    scaled = G.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
+    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    X = ops.allocate(batch, n, m, G, dtype)
+    torch.div(scaled, norm, out=scaled)
+    X[:, :n, :m].copy_(scaled)
+    return X
+
+
+def _default_dtype(G: Tensor, method: Method) -> torch.dtype:
+    if G.device.type == "cpu":
+        return torch.promote_types(G.dtype, torch.float32)
+    return torch.float16 if method == "gram" else torch.bfloat16
+
+
+def _use_triton(backend: Backend, G: Tensor) -> bool:
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend should be 'auto', 'torch' or 'triton' but is: {backend!r}")
+    if backend == "triton" and not _has_triton():
+        raise ValueError("backend='triton' needs the package triton, which is not installed: use 'torch' or 'auto'")
+    if backend == "triton" and not (G.is_cuda or _interpreting()):
+        raise ValueError(f"backend='triton' needs a CUDA tensor but G is on: {G.device}")
+    return backend == "triton" or (backend == "auto" and G.is_cuda and _has_triton())
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreting() -> bool:
+    """Triton's interpreter runs kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton_operations() -> MatrixOperations:
+    from muon.kernels.products import TritonOperations
+
+    return TritonOperations()

@@ -1,0 +1,278 @@
+"""Muon for hidden matrices and AdamW for everything else, in one torch optimizer."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT, StateDict
+
+from muon.matrices import MatrixMode, Split, buckets, row_blocks
+from muon.newton_schulz import orthogonalize
+from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
+
+AdjustLR: TypeAlias = (
+    Literal["original", "match_rms_adamw", "spectral_unclamped"] | Callable[[tuple[int, int]], float] | None
+)
+
+
+class Muon(Optimizer):
+    r"""Muon: momentum, orthogonalised matrix by matrix; AdamW for the groups that ask for it.
+
+    For each matrix W with gradient G, learning rate γ, weight decay λ and momentum μ:
+
+    .. math::
+        B &\leftarrow \mu B + (1 - \mu) G \\
+        M &= \mu B + (1 - \mu) G \text{ (Nesterov), else } B \\
+        W &\leftarrow (1 - \gamma \lambda) W - \gamma\, f(\text{rows}, \text{cols})\, U p(S) V^\top
+        \quad \text{where } M / \lVert M \rVert = U S V^\top
+
+    The first nine arguments are those of ``torch.optim.Muon``, and so is the result, to within the rounding of the
+    orthogonalisation. Matrices of equal sides go through it together.
+
+    A 2-D parameter is one matrix; a 3-D parameter is a batch of matrices (experts); a 4-D or 5-D parameter is a
+    convolution, seen as (out, everything else).
+
+    Args:
+        params: parameters, named parameters, or groups of them. Every option below can be set in a group. A group with
+            ``algorithm="adamw"`` (or ``use_muon=False``) takes parameters of any shape.
+        lr: learning rate γ, of Muon and AdamW groups alike unless a group sets its own.
+        weight_decay: decoupled weight decay λ.
+        momentum: μ.
+        nesterov: look ahead by one gradient.
+        ns_coefficients: Newton-Schulz coefficients: a triple for every step, a preset's name (``muon.PRESETS``), or a
+            sequence of triples, one a step.
+        eps: smallest norm the orthogonalisation divides by, after scaling the matrix to largest magnitude 1.
+        ns_steps: number of Newton-Schulz steps.
+        adjust_lr_fn: factor f. ``"original"`` (and ``None``): sqrt(max(1, rows / cols)); ``"match_rms_adamw"``:
+            0.2 sqrt(max(rows, cols)), which lets AdamW's learning rate and weight decay be reused;
+            ``"spectral_unclamped"``: sqrt(rows / cols); or a callable of (rows, cols).
+        betas: AdamW's decay rates of the first and second moment.
+        adamw_eps: AdamW's ε.
+        matrix: ``"batch"``: the last two dimensions are matrices; ``"flatten"``: (first dimension, everything else).
+        split: orthogonalise blocks of rows as matrices of their own (fused qkv, gate and up, heads): a number of equal
+            blocks, or their sizes.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: an option out of range, or a 0-D or 1-D parameter in a Muon group.
+        RuntimeError: at ``step``, for complex parameters or sparse gradients in a Muon group.
+
+    Example:
+        >>> import torch
+        >>> from muon import Muon, param_groups
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 10))
+        >>> optimizer = Muon(param_groups(model, muon={"lr": 0.02}, adamw={"lr": 1e-3}))
+        >>> model(torch.tensor([1, 2, 3])).sum().backward()
+        >>> optimizer.step()
+
+    Sources: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., "Muon is Scalable for LLM
+    Training", https://arxiv.org/abs/2502.16982; ``torch.optim.Muon``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = KELLER_JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLR = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        matrix: MatrixMode = None,
+        split: Split = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "algorithm": "muon",
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+            "matrix": matrix,
+            "split": split,
+            "maximize": maximize,
+        }
+        _check_options(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; see ``torch.optim.Optimizer.add_param_group``. ``use_muon`` is understood."""
+        param_group = dict(param_group)
+        if "use_muon" in param_group:
+            param_group["algorithm"] = "muon" if param_group.pop("use_muon") else "adamw"
+        super().add_param_group(param_group)
+        try:
+            _check_options(self.param_groups[-1])
+            _check_parameters(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A checkpoint of torch.optim.Muon lacks the options that are ours alone.
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in."""
+        super().load_state_dict(state_dict)
+        # torch has just cast floating state to its parameter's dtype, and left AdamW's step where it was saved.
+        params = (p for group in self.param_groups for p in group["params"])
+        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        for p, saved_id in zip(params, saved_ids, strict=True):
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.to(p.device, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns the closure's value, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params]
+            if not params:
+                continue
+            if group["algorithm"] == "muon":
+                self._muon_step(group, params, grads)
+            else:
+                self._adamw_step(group, params, grads)
+        return loss
+
+    def _muon_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        for p, grad in zip(params, grads, strict=True):
+            if torch.is_complex(p):
+                raise RuntimeError("Muon does not support complex parameters")
+            if grad.is_sparse:
+                raise RuntimeError("Muon does not support sparse gradients")
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        options = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+        muon(
+            params,
+            grads,
+            [self.state[p]["momentum_buffer"] for p in params],
+            lr=float(group["lr"]),
+            **{name: group[name] for name in (*options, "matrix", "split", "maximize")},
+        )
+
+    def _adamw_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        adamw(
+            params,
+            grads,
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [self.state[p]["step"] for p in params],
+            fused=fused,
+            has_complex=any(map(torch.is_complex, params)),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=group["maximize"],
+        )
+
+
+def muon(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    ns_coefficients: Coefficients,
+    eps: float,
+    ns_steps: int,
+    adjust_lr_fn: AdjustLR,
+    matrix: MatrixMode,
+    split: Split,
+    maximize: bool,
+) -> None:
+    """One Muon step of ``params`` and ``momentum_buffers``, in place; see ``Muon``."""
+    if maximize:
+        grads = list(torch._foreach_neg(grads))
+    torch._foreach_lerp_(momentum_buffers, grads, 1 - momentum)
+    updates = list(torch._foreach_lerp(grads, momentum_buffers, momentum)) if nesterov else momentum_buffers
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    for bucket in buckets(params, updates, matrix, split):
+        orthogonal = orthogonalize(bucket.gather(), ns_coefficients, ns_steps, eps)
+        for (target, _, (_, rows, cols)), update in zip(bucket.blocks, bucket.scatter(orthogonal), strict=True):
+            target.add_(update, alpha=-lr * lr_factor(adjust_lr_fn, rows, cols))
+
+
+def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:
+    """Factor of the learning rate of a (rows, cols) matrix."""
+    if callable(adjust_lr_fn):
+        return adjust_lr_fn((rows, cols))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    ratio = rows / max(cols, 1)
+    return math.sqrt(ratio if adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio))
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+    for name in ("momentum", "weight_decay", "eps", "adamw_eps"):
+        if not group[name] >= 0.0:
+            raise ValueError(f"{name.replace('_', ' ')} should be >= 0 but is: {group[name]}")
+    for index, beta in enumerate(group["betas"]):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}] should be in [0, 1) but is: {beta}")
+    if group["algorithm"] not in ("muon", "adamw"):
+        raise ValueError(f"algorithm should be 'muon' or 'adamw' but is: {group['algorithm']!r}")
+    if group["matrix"] not in (None, "batch", "flatten"):
+        raise ValueError(f"matrix should be None, 'batch' or 'flatten' but is: {group['matrix']!r}")
+    adjust_lr_fn = group["adjust_lr_fn"]
+    names = (None, "original", "match_rms_adamw", "spectral_unclamped")
+    if not callable(adjust_lr_fn) and adjust_lr_fn not in names:
+        raise ValueError(f"Adjust learning rate function {adjust_lr_fn} is not supported: use one of {names[1:]}")
+    schedule(group["ns_coefficients"], group["ns_steps"])
+
+
+def _check_parameters(group: dict[str, Any]) -> None:
+    if group["algorithm"] != "muon":
+        return
+    names: Sequence[str] = group.get("param_names") or [f"number {i}" for i in range(len(group["params"]))]
+    for name, p in zip(names, group["params"], strict=True):
+        if p.ndim < 2:
+            raise ValueError(
+                f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()} (parameter "
+                f"{name}; 3D to 5D are supported too). Put it into a group with algorithm='adamw'."
+            )
+        row_blocks(p, group["matrix"], group["split"])

@@ -1,0 +1,90 @@
+"""The orthogonalisation and the optimizer on a GPU, in bfloat16 and float16, at the sizes people use."""
+
+import pytest
+import torch
+from helpers.newton_schulz import SPECTRA, error, plain_newton_schulz, spectrum, truth
+
+from muon import Muon, orthogonalize
+from muon.polynomials import KELLER_JORDAN, schedule
+
+FLOOR = 1e-6
+
+# GPT-2 124M, 350M, Llama-like, attention heads, an odd shape, one past a tile's edge.
+SIZES = [
+    (4, 768, 768),
+    (2, 768, 3072),
+    (2, 3072, 768),
+    (2, 1024, 4096),
+    (1, 1408, 2048),
+    (48, 64, 768),
+    (3, 257, 1025),
+    (2, 129, 65),
+    (5, 1, 300),
+]
+
+
+def gaussian(batch, rows, cols, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(batch, rows, cols, generator=generator, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("preset", ["keller_jordan", "polar_express"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.usefixtures("uninitialized_memory_is_nan")
+def test_triton_is_the_polynomial_of_the_singular_values(size, dtype, preset):
+    G = gaussian(*size, dtype)
+    expected = truth(G, preset)
+    plain = error(plain_newton_schulz(G.float(), schedule(preset, 5), dtype), expected)
+    assert error(orthogonalize(G, preset, dtype=dtype, method="standard"), expected) <= 2 * plain + FLOOR
+
+
+@pytest.mark.parametrize("preset", ["keller_jordan", "quintic", "polar_express", "converged"])
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
+    generator = torch.Generator("cuda").manual_seed(0)
+    G = spectrum(kind, 2, 768, 1536, generator, "cuda").float()
+    expected = truth(G, preset)
+    plain = error(plain_newton_schulz(G, schedule(preset, 5), torch.bfloat16), expected)
+    assert error(orthogonalize(G, preset, method="gram"), expected) <= plain
+
+
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_the_backends_agree_on_hard_spectra(kind):
+    generator = torch.Generator("cuda").manual_seed(0)
+    G = spectrum(kind, 2, 512, 1024, generator, "cuda").float()
+    expected = truth(G, KELLER_JORDAN)
+    ours = error(orthogonalize(G, backend="triton", method="standard"), expected)
+    assert ours <= 2 * error(orthogonalize(G, backend="torch", method="standard"), expected) + FLOOR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimizer_against_torch_optim_muon(dtype):
+    """Our run is no farther from the same run in float64 than torch's own is."""
+    shapes = [(768, 768), (768, 3072), (3072, 768), (768, 3072)]
+
+    def run(build, dtype, steps=3):
+        params = [(gaussian(1, *shape, seed=i)[0] / 30).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
+        start = [p.detach().double().clone() for p in params]
+        optimizer = build(params)
+        for step in range(steps):
+            for i, p in enumerate(params):
+                p.grad = gaussian(1, *p.shape, seed=100 * step + i)[0].to(dtype)
+            optimizer.step()
+        return [p.detach().double() - s for p, s in zip(params, start, strict=True)]
+
+    exact = run(lambda params: Muon(params, lr=0.02, ns_steps=5), torch.float64)
+    for p, q, best in zip(
+        run(lambda params: Muon(params, lr=0.02), dtype),
+        run(lambda params: torch.optim.Muon(params, lr=0.02), dtype),
+        exact,
+        strict=True,
+    ):
+        assert error(p, best) <= 2 * error(q, best) + FLOOR
+
+
+def test_a_tensor_on_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(reason="needs two GPUs")
+    G = gaussian(2, 256, 512).to("cuda:1")
+    assert error(orthogonalize(G), truth(G, KELLER_JORDAN)) < 0.05

@@ -1,0 +1,206 @@
+"""orthogonalize() is U p(S) Vᵀ: both methods, both backends, against the float64 singular value decomposition."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.newton_schulz import SPECTRA, error, plain_newton_schulz, spectrum, truth
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from muon import PRESETS, orthogonalize
+from muon.polynomials import KELLER_JORDAN, schedule
+
+FLOOR = 1e-6
+
+
+def allowed(G, expected, steps, dtype):
+    """Twice the error of plain torch in the same precision, plus the floor."""
+    return 2 * error(plain_newton_schulz(G, steps, dtype), expected) + FLOOR
+
+
+@settings(max_examples=120)
+@given(
+    batch=st.integers(1, 4),
+    rows=st.integers(1, 90),
+    cols=st.integers(1, 90),
+    kind=st.sampled_from(SPECTRA),
+    preset=st.sampled_from(sorted(PRESETS)),
+    ns_steps=st.integers(0, 7),
+    exponent=st.integers(-30, 30),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+@example(2, 90, 30, "log-spaced", "polar_express", 5, 30, torch.float32, 0)
+@example(2, 30, 90, "log-spaced", "polar_express", 5, -30, torch.bfloat16, 0)
+def test_torch_backend_is_the_polynomial_of_the_singular_values(
+    batch, rows, cols, kind, preset, ns_steps, exponent, dtype, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    G = (spectrum(kind, batch, rows, cols, generator) * 10.0**exponent).to(dtype)
+    expected = truth(G, preset, ns_steps)
+    result = orthogonalize(G, preset, ns_steps, backend="torch")
+    assert result.shape == G.shape and result.dtype == dtype
+    # The iteration runs in at least float32; then the result is rounded once to the dtype of G.
+    compute = torch.promote_types(dtype, torch.float32)
+    rounding = error(expected.to(dtype), expected)
+    assert error(result, expected) <= allowed(G.double(), expected, schedule(preset, ns_steps), compute) + rounding
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 90),
+    cols=st.integers(1, 90),
+    kind=st.sampled_from(SPECTRA),
+    preset=st.sampled_from(sorted(PRESETS)),
+    seed=st.integers(0, 2**31),
+)
+def test_gram_agrees_with_the_polynomial_in_float64(rows, cols, kind, preset, seed):
+    G = spectrum(kind, 2, rows, cols, torch.Generator().manual_seed(seed))
+    # Iterating on X Xᵀ squares the condition: rounding grows by the growth of the smallest singular values, no more.
+    assert error(orthogonalize(G, preset, method="gram"), truth(G, preset)) <= 1e-10
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
+    G = spectrum(kind, 1, 64, 160, torch.Generator().manual_seed(0)).float()
+    expected = truth(G, preset)
+    result = orthogonalize(G, preset, method="gram", dtype=torch.float16, backend="torch")
+    assert error(result, expected) <= error(plain_newton_schulz(G, schedule(preset, 5), torch.bfloat16), expected)
+
+
+@settings(max_examples=12)
+@given(
+    batch=st.integers(1, 3),
+    rows=st.integers(1, 150),
+    cols=st.integers(1, 80),
+    kind=st.sampled_from(SPECTRA),
+    preset=st.sampled_from(["keller_jordan", "polar_express"]),
+    method=st.sampled_from(["standard", "gram"]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+@example(2, 150, 33, "gaussian", "keller_jordan", "standard", torch.float32, 0)
+@example(1, 20, 80, "log-spaced", "polar_express", "gram", torch.float16, 0)
+@pytest.mark.usefixtures("uninitialized_memory_is_nan")
+def test_triton_backend_is_the_polynomial_of_the_singular_values(batch, rows, cols, kind, preset, method, dtype, seed):
+    pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    G = spectrum(kind, batch, rows, cols, torch.Generator().manual_seed(seed)).float().to(device)
+    expected = truth(G, preset)
+    result = orthogonalize(G, preset, method=method, dtype=dtype, backend="triton")
+    twin = orthogonalize(G, preset, method=method, dtype=dtype, backend="torch")
+    assert error(result, expected) <= 2 * error(twin, expected) + FLOOR
+
+
+@settings(max_examples=25)
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=2),
+    rows=st.integers(0, 40),
+    cols=st.integers(0, 40),
+    layout=st.sampled_from(["contiguous", "transposed", "strided", "expanded"]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_stride_and_dtype(shape, rows, cols, layout, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    G = torch.randn(*shape, rows, cols, generator=generator, dtype=torch.float64).to(dtype)
+    if layout == "transposed":
+        G = G.mT.contiguous().mT
+    elif layout == "strided":
+        G = torch.stack([G, torch.full_like(G, float("nan"))], -1)[..., 0]
+    elif layout == "expanded":
+        G = G.unsqueeze(0).expand(3, *G.shape)
+    before = G.clone()
+    result = orthogonalize(G)
+    assert result.shape == G.shape and result.dtype == dtype
+    assert torch.equal(G, before)
+    if G.numel():
+        rounding = error(truth(G, KELLER_JORDAN).to(dtype), truth(G, KELLER_JORDAN))
+        assert error(result, truth(G, KELLER_JORDAN)) <= 2e-5 + rounding
+
+
+@settings(max_examples=25)
+@given(rows=st.integers(1, 40), cols=st.integers(1, 40), seed=st.integers(0, 2**31))
+def test_orthogonal_equivariance(rows, cols, seed):
+    generator = torch.Generator().manual_seed(seed)
+    G = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    Q = torch.linalg.qr(torch.randn(rows, rows, generator=generator, dtype=torch.float64)).Q
+    P = torch.linalg.qr(torch.randn(cols, cols, generator=generator, dtype=torch.float64)).Q
+    assert error(orthogonalize(Q @ G @ P), Q @ orthogonalize(G) @ P) <= 1e-12
+    assert error(orthogonalize(G.mT), orthogonalize(G).mT) <= 1e-12
+
+
+@settings(max_examples=25)
+@given(exponent=st.integers(-120, 120), seed=st.integers(0, 2**31))
+def test_scale_invariance(exponent, seed):
+    G = torch.randn(17, 29, generator=torch.Generator().manual_seed(seed))
+    # Powers of two are exact, so the result has to be the same to the bit.
+    assert torch.equal(orthogonalize(G * 2.0**exponent), orthogonalize(G))
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30, 3e38])
+def test_extreme_magnitudes(magnitude):
+    G = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    G = G / G.abs().max() * magnitude
+    assert error(orthogonalize(G), truth(G, KELLER_JORDAN)) <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_matrix_spoils_itself_only(bad, backend, method):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    G = torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    clean = orthogonalize(G, method=method, backend=backend, dtype=torch.float32)
+    G[1, 3, 4] = bad
+    result = orthogonalize(G, method=method, backend=backend, dtype=torch.float32)
+    assert torch.equal(result[[0, 2]], clean[[0, 2]])
+    assert result[1].isnan().all()
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_zeros_give_zeros(method):
+    assert torch.equal(orthogonalize(torch.zeros(2, 5, 7), method=method), torch.zeros(2, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "message"),
+    [
+        ((torch.zeros(3),), ValueError, r"at least 2 dimensions.*\(3,\)"),
+        ((torch.zeros(3, 3, dtype=torch.int32),), TypeError, "torch.int32"),
+        ((torch.zeros(3, 3, dtype=torch.complex64),), TypeError, "torch.complex64"),
+        ((torch.zeros(3, 3), "nonsense"), ValueError, "'nonsense'.*'keller_jordan'"),
+    ],
+)
+def test_bad_input(arguments, exception, message):
+    with pytest.raises(exception, match=message):
+        orthogonalize(*arguments)
+
+
+@pytest.mark.parametrize("option", ["method", "backend"])
+def test_bad_option(option):
+    with pytest.raises(ValueError, match=f"{option} should be 'auto'.*'nonsense'"):
+        orthogonalize(torch.zeros(3, 3), **{option: "nonsense"})
+
+
+def test_triton_on_a_cpu_tensor_says_what_it_needs(monkeypatch):
+    pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs a CUDA tensor but G is on: cpu"):
+        orthogonalize(torch.zeros(3, 3), backend="triton")
+
+
+def test_import_needs_torch_alone_and_touches_no_device():
+    program = (
+        "import sys; sys.modules['triton'] = None; sys.modules['numpy'] = None\n"
+        "import muon, attention, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(muon.orthogonalize(torch.eye(3), 'converged').diagonal().round(decimals=2).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[1.0, 1.0, 1.0]" and not done.stderr

@@ -1,0 +1,362 @@
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from helpers.newton_schulz import error, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muon import Muon, orthogonalize
+from muon.polynomials import KELLER_JORDAN
+
+SHAPES = [(8, 8), (8, 24), (24, 8), (16, 24), (1, 5), (5, 1)]
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def set_gradients(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p.dtype)
+
+
+def train(optimizer, params, steps=5, start=0):
+    for step in range(start, start + steps):
+        set_gradients(params, seed=100 + step)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+options = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.0, 1e-3, 0.02]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+        "momentum": st.sampled_from([0.0, 0.9, 0.95]),
+        "nesterov": st.booleans(),
+        "ns_coefficients": st.sampled_from([KELLER_JORDAN, (2.0, -1.5, 0.5)]),
+        "ns_steps": st.integers(1, 6),
+        "adjust_lr_fn": st.sampled_from([None, "original", "match_rms_adamw"]),
+    }
+)
+
+
+@settings(max_examples=25)
+@given(options=options)
+def test_is_torch_optim_muon_but_for_the_rounding_of_the_orthogonalisation(options):
+    def float32_orthogonalisation(update, ns_coefficients, ns_steps, eps):
+        return orthogonalize(update, ns_coefficients, ns_steps, eps)
+
+    ours, theirs = parameters(), parameters()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float32_orthogonalisation)
+        result = train(Muon(ours, **options), ours, steps=3)
+        expected = train(torch.optim.Muon(theirs, **options), theirs, steps=3)
+    for a, b in zip(result, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_is_closer_to_the_exact_run_than_torch_optim_muon():
+    ours, theirs, exact = parameters(), parameters(), parameters(dtype=torch.float64)
+    result = train(Muon(ours, lr=0.02), ours)
+    expected = train(torch.optim.Muon(theirs, lr=0.02), theirs)
+    best = train(Muon(exact, lr=0.02), exact)
+    for a, b, c in zip(result, expected, best, strict=True):
+        assert error(a, c) <= error(b, c)
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_parameters(dtype):
+    ours, exact = parameters(dtype=dtype), parameters(dtype=dtype)
+    exact = [p.detach().double().requires_grad_() for p in exact]
+    optimizer = Muon(ours, lr=0.02)
+    set_gradients(ours, seed=1)
+    for p, q in zip(ours, exact, strict=True):
+        q.grad = p.grad.double()
+    optimizer.step()
+    Muon(exact, lr=0.02).step()
+    for p, q in zip(ours, exact, strict=True):
+        assert p.dtype == dtype and optimizer.state[p]["momentum_buffer"].dtype == dtype
+        # Three roundings to the parameter's dtype: of the update, of the decay and of the sum.
+        assert (p.double() - q).abs().max() <= 3 * torch.finfo(dtype).eps * q.abs().max()
+
+
+def test_one_step_by_hand():
+    (p,) = parameters([(6, 4)], torch.float64)
+    before = p.detach().clone()
+    optimizer = Muon([p], lr=0.1, weight_decay=0.5, momentum=0.9, adjust_lr_fn="spectral_unclamped")
+    set_gradients([p], seed=1)
+    optimizer.step()
+    momentum = 0.1 * p.grad
+    update = 0.1 * p.grad + 0.9 * momentum
+    expected = before * (1 - 0.1 * 0.5) - 0.1 * math.sqrt(6 / 4) * truth(update, KELLER_JORDAN)
+    torch.testing.assert_close(p.detach(), expected)
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum)
+
+
+def single_updates(p, blocks, lr_factor=lambda rows, cols: math.sqrt(max(1, rows / cols))):
+    """Minus the update of each block of p.grad as a matrix of its own, without momentum."""
+    return [-lr_factor(*block.shape) * truth(block, KELLER_JORDAN) for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "blocks"),
+    [
+        ((3, 6, 4), {}, lambda g: list(g)),
+        ((3, 6, 4), {"matrix": "flatten"}, lambda g: [g.flatten(1)]),
+        ((6, 2, 3, 3), {}, lambda g: [g.flatten(1)]),
+        ((2, 3, 6, 4), {"matrix": "batch"}, lambda g: list(g.flatten(0, 1))),
+        ((6, 2, 2, 2, 2), {}, lambda g: [g.flatten(1)]),
+        ((12, 4), {"split": 3}, lambda g: list(g.split(4))),
+        ((12, 4), {"split": (6, 2, 4)}, lambda g: list(g.split([6, 2, 4]))),
+        ((2, 12, 4), {"split": (6, 6)}, lambda g: [block for e in g for block in e.split(6)]),
+        ((2, 12, 4), {"split": 4}, lambda g: [block for e in g for block in e.split(3)]),
+        ((6, 2, 3, 3), {"split": 2}, lambda g: list(g.flatten(1).split(3))),
+    ],
+)
+@pytest.mark.parametrize("memory", ["contiguous", "channels last", "transposed"])
+def test_what_a_matrix_is(shape, options, blocks, memory):
+    (p,) = parameters([shape], torch.float64)
+    p = torch.zeros_like(p)
+    if memory == "channels last" and p.ndim == 4:
+        p = p.to(memory_format=torch.channels_last)
+    elif memory == "transposed":
+        p = p.mT.contiguous().mT
+    p.requires_grad_()
+    set_gradients([p], seed=3)
+    Muon([p], lr=1.0, weight_decay=0.0, momentum=0.0, **options).step()
+    for result, expected in zip(blocks(p.detach()), single_updates(p, blocks(p.grad)), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_parameters_of_equal_sides_share_one_iteration(monkeypatch):
+    batches = []
+
+    def recording(G, *args):
+        batches.append(tuple(G.shape))
+        return orthogonalize(G, *args)
+
+    monkeypatch.setattr("muon.optimizer.orthogonalize", recording)
+    params = parameters([(8, 24), (24, 8), (4, 8, 24), (16, 16), (48, 8), (16, 4, 2, 2)])
+    train(Muon(params), params, steps=1)
+    assert sorted(batches) == [(1, 8, 48), (2, 16, 16), (6, 8, 24)]
+
+
+def test_adamw_groups_are_torch_optim_adamw():
+    shapes = [(8,), (8, 24), ()]
+    ours, theirs = parameters(shapes), parameters(shapes)
+    settings = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.2}
+    optimizer = Muon([{"params": ours, "algorithm": "adamw", "adamw_eps": 1e-6, **settings}])
+    result = train(optimizer, ours)
+    expected = train(torch.optim.AdamW(theirs, eps=1e-6, fused=True, **settings), theirs)
+    for a, b in zip(result, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_both_algorithms_in_one_object_with_one_scheduler():
+    matrices, vectors = parameters(), parameters([(8,), (3,)])
+    optimizer = Muon([{"params": matrices, "lr": 0.02}, {"params": vectors, "use_muon": False, "lr": 1e-3}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    train(optimizer, matrices + vectors, steps=1)
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 5e-4]
+
+
+def test_options_are_read_from_the_groups_at_every_step():
+    ours, theirs = parameters(), parameters()
+    optimizer = Muon(ours, lr=0.5, weight_decay=0.9, momentum=0.1)
+    optimizer.param_groups[0].update(lr=0.02, weight_decay=0.1, momentum=0.95)
+    for a, b in zip(train(optimizer, ours), train(Muon(theirs, lr=0.02), theirs), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_maximize_is_minimising_the_negative(algorithm):
+    ours, theirs = parameters(), parameters()
+    set_gradients(ours, seed=1)
+    set_gradients(theirs, seed=1, scale=-1)
+    Muon([{"params": ours, "algorithm": algorithm}], maximize=True).step()
+    Muon([{"params": theirs, "algorithm": algorithm}]).step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tensor_learning_rate():
+    ours, theirs = parameters(), parameters()
+    result = train(Muon(ours, lr=torch.tensor(0.02, dtype=torch.float64)), ours)
+    for a, b in zip(result, train(Muon(theirs, lr=0.02), theirs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_are_never_changed_and_missing_ones_leave_parameters_alone():
+    params = parameters()
+    set_gradients(params, seed=1)
+    params[1].grad = None
+    gradients = [None if p.grad is None else p.grad.clone() for p in params]
+    before = params[1].detach().clone()
+    optimizer = Muon(params, maximize=True)
+    optimizer.step()
+    for p, gradient in zip(params, gradients, strict=True):
+        assert (p.grad is None) if gradient is None else torch.equal(p.grad, gradient)
+    assert torch.equal(params[1], before) and params[1] not in optimizer.state
+    assert all("momentum_buffer" in optimizer.state[p] for p in params if p.grad is not None)
+
+
+def test_zero_gradients_give_zero_updates():
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    Muon(params, weight_decay=0.0).step()
+    for p, value in zip(params, before, strict=True):
+        assert torch.equal(p, value)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_gradients_of_any_magnitude_give_the_same_update(scale):
+    ours, theirs = parameters(), parameters()
+    set_gradients(ours, seed=1, scale=scale)
+    set_gradients(theirs, seed=1)
+    Muon(ours, lr=0.1).step()
+    Muon(theirs, lr=0.1).step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_one_nan_matrix_does_not_spoil_its_batch():
+    ours, theirs = parameters([(8, 8)] * 3), parameters([(8, 8)] * 3)
+    set_gradients(ours, seed=1)
+    set_gradients(theirs, seed=1)
+    ours[1].grad[0, 0] = float("nan")
+    Muon(ours).step()
+    Muon(theirs).step()
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2]) and ours[1].isnan().all()
+
+
+def test_empty_parameters_are_fine():
+    params = parameters([(0, 4), (4, 0), (0, 4, 4), (4, 4)])
+    train(Muon(params), params, steps=2)
+    assert params[3].isfinite().all()
+
+
+def test_checkpoints_of_torch_optim_muon_load_and_ours_load_there():
+    ours, theirs = parameters(), parameters()
+    a, b = Muon(ours, lr=0.02), torch.optim.Muon(theirs, lr=0.02)
+    train(b, theirs, steps=2)
+    train(a, ours, steps=2)
+    state_of_torch, state_of_ours = copy.deepcopy(b.state_dict()), copy.deepcopy(a.state_dict())
+    resumed_ours, resumed_theirs = parameters(), parameters()
+    a, b = Muon(resumed_ours, lr=9.0), torch.optim.Muon(resumed_theirs, lr=9.0)
+    a.load_state_dict(state_of_torch)
+    b.load_state_dict(state_of_ours)
+    assert a.param_groups[0]["lr"] == b.param_groups[0]["lr"] == 0.02
+    for result, expected in ((resumed_ours, theirs), (resumed_theirs, ours)):
+        for p, q in zip(result, expected, strict=True):
+            p.data.copy_(q.data)
+    for p, q in zip(train(a, resumed_ours, start=2), train(b, resumed_theirs, start=2), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_checkpoint_resumes_to_the_bit_and_state_keeps_its_dtype(state_dtype):
+    def build():
+        matrices, vectors = parameters(), parameters([(8,), (3,)])
+        return matrices + vectors, Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}])
+
+    params, optimizer = build()
+    train(optimizer, params, steps=2)
+    for p in params[: len(SHAPES)]:
+        optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].to(state_dtype)
+    file = io.BytesIO()
+    torch.save({"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=True)
+    resumed, other = build()
+    other.load_state_dict(checkpoint["optimizer"])
+    for p, value in zip(resumed, checkpoint["model"], strict=True):
+        p.data.copy_(value)
+    for p, q in zip(params, resumed, strict=True):
+        for key, value in optimizer.state[p].items():
+            assert other.state[q][key].dtype == value.dtype and torch.equal(other.state[q][key], value)
+    if state_dtype == torch.float32:
+        for p, q in zip(train(optimizer, params, start=2), train(other, resumed, start=2), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_pickle_and_deepcopy():
+    params = parameters()
+    optimizer = Muon(params, lr=0.02)
+    train(optimizer, params, steps=1)
+    for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        copied = other.param_groups[0]["params"]
+        for p, q in zip(train(other, copied, start=1), train(copy.deepcopy(optimizer), copied, start=1), strict=True):
+            assert p.shape == q.shape and p.isfinite().all()
+
+
+def test_closure_is_called_with_gradients_enabled_and_its_value_returned():
+    params = parameters()
+
+    def closure():
+        assert torch.is_grad_enabled()
+        loss = sum(p.square().sum() for p in params)
+        loss.backward()
+        return loss
+
+    assert Muon(params).step(closure) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"lr": float("nan")}, "Learning rate should be >= 0 but is: nan"),
+        ({"lr": torch.tensor([1.0, 2.0])}, "Tensor lr must be 1-element"),
+        ({"momentum": -0.1}, "momentum should be >= 0 but is: -0.1"),
+        ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
+        ({"adjust_lr_fn": "arbitrary"}, "Adjust learning rate function arbitrary is not supported"),
+        ({"ns_steps": 100}, "ns_steps should be between 0 and 99"),
+        ({"ns_coefficients": "nonsense"}, "'nonsense'"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] should be in \[0, 1\) but is: 1.0"),
+        ({"matrix": "columns"}, "matrix should be None, 'batch' or 'flatten' but is: 'columns'"),
+        ({"split": 5}, r"split=5 should divide the 8 rows of a \(8, 8\) parameter"),
+        ({"split": (4, 5)}, r"split=\(4, 5\) should be positive and sum to the 8 rows"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon(parameters([(8, 8)]), **options)
+    optimizer = Muon(parameters([(8, 8)], seed=1))
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": parameters([(8, 8)]), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_vectors_are_refused_by_name(shape):
+    named = [("layer.bias", parameters([shape])[0])]
+    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters.*layer\.bias.*algorithm='adamw'"):
+        Muon(named)
+    Muon([{"params": named, "algorithm": "adamw"}])
+
+
+def test_unknown_algorithm():
+    with pytest.raises(ValueError, match="algorithm should be 'muon' or 'adamw' but is: 'sgd'"):
+        Muon([{"params": parameters(), "algorithm": "sgd"}])
+
+
+def test_complex_and_sparse_are_refused():
+    p = torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="Muon does not support complex parameters"):
+        Muon([p]).step()
+    p = torch.zeros(3, 3, requires_grad=True)
+    p.grad = torch.zeros(3, 3).to_sparse()
+    with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
+        Muon([p]).step()

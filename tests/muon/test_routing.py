@@ -1,0 +1,129 @@
+import pytest
+import torch
+from torch import nn
+
+from muon import Muon, param_groups
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)  # a hidden layer, whatever its name
+        self.gate_proj = nn.Linear(width, 2 * width, bias=False)
+        self.gate = nn.Linear(width, 4, bias=False)
+        self.experts = nn.Parameter(torch.zeros(4, width, width))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class GPT(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, 8)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 16, 8))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.lm_head = nn.Linear(8, 50, bias=False)
+        self.unnamed_projection = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+def algorithms(groups) -> dict[str, str]:
+    return {name: group["algorithm"] for group in groups for name, _ in group["params"]}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpt(tied):
+    model = GPT(tied)
+    groups = param_groups(model, muon={"lr": 0.02}, adamw={"lr": 1e-3, "weight_decay": 0.0})
+    found = algorithms(groups)
+    muon = {
+        f"blocks.{i}.{name}"
+        for i in range(2)
+        for name in ("qkv.weight", "output.weight", "gate_proj.weight", "experts")
+    }
+    assert {name for name, algorithm in found.items() if algorithm == "muon"} == muon
+    ids = [id(p) for group in groups for _, p in group["params"]]
+    assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in model.parameters()}
+    assert [(group["algorithm"], group["lr"]) for group in groups] == [("muon", 0.02), ("adamw", 1e-3)]
+    optimizer = Muon(groups)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in groups[0]["params"]]
+
+
+def test_convolutions_and_a_resnet_head():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.conv1d = nn.Conv1d(8, 8, 3)
+            self.bn = nn.BatchNorm2d(8)
+            self.fc = nn.Linear(8, 10)
+
+    groups = param_groups(Net())
+    found = algorithms(groups)
+    assert {name for name, algorithm in found.items() if algorithm == "muon"} == {"conv.weight", "conv1d.weight"}
+    assert groups[0]["matrix"] == "flatten"
+
+
+def test_a_linear_as_wide_as_the_vocabulary_is_the_head():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50))
+    assert algorithms(param_groups(model))["2.weight"] == "adamw"
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    assert set(algorithms(param_groups(model))) == {"1.weight", "1.bias"}
+
+
+def test_overrides_by_pattern_the_last_match_counts():
+    model = GPT(tied=False)
+    groups = param_groups(
+        model,
+        muon={"lr": 0.02},
+        adamw={"lr": 1e-3},
+        overrides={"blocks.*": "adamw", "blocks.1.qkv.weight": {"algorithm": "muon", "split": 3}, "wte.*": {"lr": 0.5}},
+    )
+    found = algorithms(groups)
+    assert [name for name, algorithm in found.items() if algorithm == "muon"] == ["blocks.1.qkv.weight"]
+    assert groups[0]["split"] == 3 and groups[0]["lr"] == 0.02
+    (embedding,) = (group for group in groups if group["lr"] == 0.5)
+    assert [name for name, _ in embedding["params"]] == ["wte.weight"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"nothing.*": "muon"}, r"'nothing\.\*' matches no trainable parameter"),
+        ({"wte.*": "sgd"}, "should go to 'muon' or 'adamw' but is: 'sgd'"),
+    ],
+)
+def test_bad_overrides(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        param_groups(GPT(tied=False), overrides=overrides)
+
+
+def test_the_table_names_every_parameter_once_with_shape_algorithm_and_why():
+    model = GPT(tied=True)
+    table = str(param_groups(model)).splitlines()
+    body = {line.split()[0]: line for line in table[2:-1]}
+    assert list(body) == [name for name, _ in model.named_parameters()]
+    for name, why in [
+        ("wte.weight", "embedding"),
+        ("pos_embed", "embedding"),
+        ("blocks.0.norm.weight", "norm"),
+        ("blocks.0.qkv.bias", "vector"),
+        ("blocks.0.gate.weight", "gate"),
+        ("blocks.0.scale", "scalar"),
+        ("unnamed_projection.weight", "output head"),
+        ("blocks.0.experts", "experts"),
+        ("blocks.0.qkv.weight", "hidden matrix"),
+    ]:
+        assert body[name].endswith(why)
+    assert "24 × 8" in body["blocks.0.qkv.weight"]
+    muon = sum(p.numel() for name, p in model.named_parameters() if " muon " in body[name])
+    assert table[-1].startswith(f"{muon:,} elements to Muon")
