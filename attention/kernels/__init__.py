@@ -1,0 +1,1 @@
+"""Triton kernels and the functions that launch them: pointers, shapes and constants, no policy."""

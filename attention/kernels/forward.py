@@ -1,0 +1,120 @@
+"""FlashAttention forward: a program a tile of queries, online softmax over tiles of keys (arXiv:2205.14135, 2307.08691)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import LN_2, LOG2_E, interpreted, load_tile, on_device_of, store_tile
+from .tiles import choose_tiles, padded_width
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n, seqlen_k,
+    shift, scale_log2, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Folds one tile of keys into the running maximum, sum and weighted values. Logits are in units of ln 2."""
+    k = load_tile(k_ptr, start_n, seqlen_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, UPCAST)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+    if MASKED:
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        visible = offs_n[None, :] < seqlen_k
+        if BOUND_RIGHT:
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            visible = visible & (offs_n[None, :] <= offs_m[:, None] + shift)
+        scores = tl.where(visible, scores * scale_log2, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen no key yet keeps -inf as its maximum; -inf - -inf would be NaN.
+        anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
+        p = tl.exp2(scores - anchor[:, None])
+    else:
+        # scale_log2 >= 0, so the maximum commutes with it and the exponent is one multiply-add an element.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        anchor = new_max
+        p = tl.exp2(scores * scale_log2 - anchor[:, None])
+    rescale = tl.exp2(row_max - anchor)
+    v = load_tile(v_ptr, start_n, seqlen_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, UPCAST)
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, row_sum * rescale + tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "window_right", "num_tiles"])
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd,
+    stride_kb, stride_ks, stride_kh, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd,
+    heads_q, group, seqlen_q, seqlen_k, window_right, num_tiles, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs share a head's keys in L2; under a causal mask the longest rows go first.
+    pid = tl.program_id(0)
+    start_m = (num_tiles - 1 - pid % num_tiles) * BLOCK_M
+    batch_head = pid // num_tiles
+    batch = tl.cast(batch_head // heads_q, tl.int64)
+    head = tl.cast(batch_head % heads_q, tl.int64)
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // group * stride_kh
+    v_ptr += batch * stride_vb + head // group * stride_vh
+    out_ptr += (batch * seqlen_q * heads_q + head) * DV
+    lse_ptr += (batch * heads_q + head) * seqlen_q
+
+    # Query i sees key j when j <= i + shift. Keys before full_end are seen by the whole tile, keys from end on by none.
+    shift = seqlen_k - seqlen_q + window_right
+    full_end = seqlen_k
+    end = seqlen_k
+    if BOUND_RIGHT:
+        full_end = tl.minimum(seqlen_k, start_m + shift + 1)
+        end = tl.minimum(seqlen_k, tl.minimum(start_m + BLOCK_M, seqlen_q) + shift)
+    full_end = tl.maximum(full_end, 0) // BLOCK_N * BLOCK_N
+
+    q = load_tile(q_ptr, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
+    q = tl.where(scale < 0, -q, q)
+    scale_log2 = tl.abs(scale) * LOG2_E
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for start_n in tl.range(0, full_end, BLOCK_N):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
+            seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, UPCAST,
+        )  # fmt: skip
+    for start_n in tl.range(full_end, end, BLOCK_N):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_kd, stride_vs, stride_vd, start_m, start_n,
+            seqlen_k, shift, scale_log2, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, UPCAST,
+        )  # fmt: skip
+
+    # A row without keys has row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    store_tile(out_ptr, acc, start_m, seqlen_q, heads_q * DV, BLOCK_M, DV, BLOCK_DV)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + offs_m, (row_max + tl.log2(row_sum)) * LN_2, mask=offs_m < seqlen_q)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window_right: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, Sq, Hq, Dv) and lse (B, Hq, Sq). The twin of `attention.reference.tiled_forward`."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k, head_dim_v = v.shape[1:]
+    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
+    tile = choose_tiles(q, v).forward
+    num_tiles = triton.cdiv(seqlen_q, tile.block_m)
+    if out.numel() == 0:
+        return out, lse
+    with on_device_of(q):
+        _forward_kernel[(num_tiles * batch * heads_q,)](
+            q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(),
+            heads_q, heads_q // heads_k, seqlen_q, seqlen_k, window_right or 0, num_tiles, scale,
+            D=head_dim, DV=head_dim_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded_width(head_dim),
+            BLOCK_DV=padded_width(head_dim_v), BOUND_RIGHT=window_right is not None,
+            UPCAST=interpreted(_forward_kernel), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out, lse

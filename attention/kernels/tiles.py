@@ -1,0 +1,68 @@
+"""Tile sizes by head width, dtype and GPU: the only place where a kernel's configuration is chosen."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """One program's share of the scores, and how it is compiled."""
+
+    block_m: int  # queries
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """The three kernels' tiles for one head width."""
+
+    forward: Tile
+    backward_q: Tile  # a program owns block_m queries and walks over the keys
+    backward_kv: Tile  # a program owns block_n keys and walks over the queries
+
+
+# Keyed by the padded head width. None of these spills: tests/attention/test_compile_sm90.py compiles them all.
+HOPPER_16BIT = {
+    32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3)),
+    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+}
+
+# Fits the 99 KB of shared memory of consumer cards.
+PORTABLE_16BIT = {
+    32: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    64: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+
+# fp32 products are exact (no tf32), so they run on the ordinary cores and the tiles have to stay small.
+ANY_32BIT = {
+    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    64: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    128: Tiles(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+    256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+
+
+def padded_width(head_dim: int) -> int:
+    """The power of two, at least 16, that a head is padded to in registers."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@functools.cache
+def _on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def choose_tiles(q: torch.Tensor, v: torch.Tensor) -> Tiles:
+    """The tiles for these queries and values."""
+    width = max(32, padded_width(q.shape[-1]), padded_width(v.shape[-1]))
+    if q.dtype == torch.float32:
+        return ANY_32BIT[width]
+    return (HOPPER_16BIT if _on_hopper(q.device) else PORTABLE_16BIT)[width]
