@@ -44,7 +44,8 @@ def load(path: str | None, context: int) -> Data:
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
     if len(text) < 10 * (context + 2):
-        raise UserError(f"{name} has only {len(text):,} bytes; a context of {context} needs {10 * (context + 2):,}")
+        needed = 10 * (context + 2)
+        raise UserError(f"{name} has only {len(text):,} bytes; --context {context} needs at least {needed:,}")
     tokens = np.frombuffer(text, dtype=np.uint8)
     border = len(tokens) - len(tokens) // 10
     return Data(name, train=tokens[:border], val=tokens[border:])

@@ -54,6 +54,20 @@ def test_a_new_model_finds_every_token_equally_likely() -> None:
     assert loss.item() == pytest.approx(torch.tensor(64.0).log().item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_compiles_into_one_graph(attention: str, bf16: bool) -> None:
+    model, tokens = make_model(attention), random_tokens(2, 16)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        expected, got = model(tokens, tokens), compiled(tokens, tokens)
+    expected_grads = torch.autograd.grad(expected, list(model.parameters()))
+    got_grads = torch.autograd.grad(got, list(model.parameters()))
+    torch.testing.assert_close(got, expected)
+    for grad, expected_grad in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
+
+
 def test_greedy_generation_takes_the_likeliest_and_slides_its_window() -> None:
     model, tokens = make_model(), random_tokens(1, 10)
     for token in model.generate(tokens, 12, temperature=0):
