@@ -176,7 +176,7 @@ def train(
     seconds, start = 0.0, time.perf_counter()
     loss_sum = torch.zeros((), device=device)  # since the last row
     for step in interruptible(preset.steps):
-        (learning_rate, *_) = scheduler.get_last_lr()
+        learning_rate = scheduler.get_last_lr()[0]
         batch = data.training_batch(corpus.train, preset.batch, preset.context, seed=seed, step=step)
         loss_sum += train_step(model, optimizer, scheduler, data.to_device(batch, device), preset.dtype)
         done = step + 1
@@ -280,6 +280,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     corpus = data.load(args.data, preset.context)
     out = make_folder(args.out or Path("runs") / args.preset)
     torch.manual_seed(args.seed)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     shape = model_shape(preset, args.attention)
     model = GPT(**shape).to(device)
     optimizer = make_optimizer(model, preset, args.optimizer)
@@ -292,9 +294,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     checkpoint.save(out / "model.pt", model, shape, done)
     plot(metrics.rows, f"{args.preset}, {args.optimizer}, {args.attention} attention", out / "loss.png")
-    if done == preset.steps:
-        print(f"\n{write_sample(model, out / 'sample.txt', args.seed, device)}\n")
-    else:
+    print(f"\n{write_sample(model, out / 'sample.txt', args.seed, device)}\n")
+    if done < preset.steps:
         print(f"stopped after {done} of {preset.steps} steps; what was learned so far is kept")
     summary = summarize(metrics.rows, out)
     report(summary)

@@ -15,6 +15,7 @@ from examples import sample, train
 from examples.gpt.logging import COLUMNS
 
 UNTRAINED = math.log(256)
+FILES = {"config.json", "loss.png", "metrics.csv", "model.pt", "sample.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 def test_the_files_of_a_run_agree(finished: tuple[Path, dict[str, Any]]) -> None:
     out, summary = finished
-    assert {file.name for file in out.iterdir()} == {
-        "config.json",
-        "loss.png",
-        "metrics.csv",
-        "model.pt",
-        "sample.txt",
-    }
+    assert {file.name for file in out.iterdir()} == FILES
     rows = read_metrics(out)
     assert tuple(rows[0]) == COLUMNS
     assert [row["step"] for row in rows] == [10, 20, 30, 40, 50, 60]
@@ -111,19 +106,30 @@ def test_sample_writes_what_the_model_says(
     assert greedy == likeliest
 
 
+@pytest.mark.parametrize("steps", [3, 25])
 def test_ctrl_c_keeps_what_was_learned(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int
 ) -> None:
-    def interrupt_at_step_25(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["step"] == 24:
+    def batch_and_interrupt(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["step"] == steps - 1:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **kwargs)
 
     original = train.data.training_batch
-    monkeypatch.setattr(train.data, "training_batch", interrupt_at_step_25)
+    monkeypatch.setattr(train.data, "training_batch", batch_and_interrupt)
     before = signal.getsignal(signal.SIGINT)
     train.main(options(text, tmp_path))
-    assert "stopped after 25 of 60 steps" in capsys.readouterr().out
-    assert torch.load(tmp_path / "model.pt", weights_only=True)["step"] == 25
-    assert [row["step"] for row in read_metrics(tmp_path)] == [10, 20]
+    assert f"stopped after {steps} of 60 steps" in capsys.readouterr().out
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["step"] == steps
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(10, steps, 10))
+    assert {file.name for file in tmp_path.iterdir()} == FILES
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    steps = train.interruptible(10)
+    assert next(steps) == 0
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert list(steps) == []
