@@ -119,8 +119,9 @@ def encode(text: str) -> Tensor:
 
 
 def decode(tokens: Iterable[int]) -> Iterator[str]:
-    """Tokens to text as they come; what is no byte or no UTF-8 shows as U+FFFD."""
+    """Tokens to text as they come; what is no text (control characters among it) shows as U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
-        yield decoder.decode(bytes([token])) if token < 256 else "\ufffd"
+        is_text = 32 <= token < 256 or token in (9, 10)  # tab and newline
+        yield decoder.decode(bytes([token])) if is_text else "\ufffd"
     yield decoder.decode(b"", final=True)
