@@ -70,7 +70,10 @@ def test_compiles_into_one_graph(attention: str, bf16: bool) -> None:
 
 def test_greedy_generation_takes_the_likeliest_and_slides_its_window() -> None:
     model, tokens = make_model(), random_tokens(1, 10)
+    seen: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     for token in model.generate(tokens, 12, temperature=0):
+        assert torch.equal(seen[-1], tokens[:, -16:])
         with torch.no_grad():
             expected = model(tokens[:, -16:])[:, -1].argmax(-1, keepdim=True)
         assert torch.equal(token, expected)

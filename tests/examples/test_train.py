@@ -13,6 +13,8 @@ import torch
 
 from examples import sample, train
 from examples.gpt.logging import COLUMNS
+from examples.gpt.presets import PRESETS
+from examples.gpt.schedule import warmup_stable_decay
 
 UNTRAINED = math.log(256)
 FILES = {"config.json", "loss.png", "metrics.csv", "model.pt", "sample.txt"}
@@ -61,6 +63,10 @@ def test_the_files_of_a_run_agree(finished: tuple[Path, dict[str, Any]]) -> None
     assert [row["step"] for row in rows] == [10, 20, 30, 40, 50, 60]
     assert all(row["tokens"] == row["step"] * 8 * 32 for row in rows)
     assert all(math.isfinite(value) for row in rows for value in row.values() if value is not None)
+    cpu = PRESETS["cpu"]
+    warmup, decay = round(cpu.warmup * 60 / cpu.steps), round(cpu.decay * 60 / cpu.steps)
+    rates = [cpu.muon_lr * warmup_stable_decay(step, 60, warmup, decay) for step in (9, 19, 29, 39, 49, 59)]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     last = rows[-1]
     assert last["val_loss"] == summary["val_loss"]
     assert last["val_bits_per_byte"] == pytest.approx(summary["val_loss"] / math.log(2))
