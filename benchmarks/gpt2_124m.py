@@ -1,0 +1,202 @@
+"""Training steps of the gpt2-124m preset: Muon or fused AdamW, our FlashAttention or torch's SDPA.
+
+    python -m benchmarks.gpt2_124m --csv docs/gpt2_124m.csv
+
+Everything runs in one process on the same batches, through the functions of examples.train. Each variant is compiled
+and warmed up; then they take turns, so that a drift of the clocks touches all alike. A step's time is the median over
+the rounds, each timed from one idle device to the next, batches included.
+"""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples import train
+from examples.gpt import data
+from examples.gpt.cli import ArgumentParser, UserError, positive_int, run
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS, Preset
+
+VARIANTS = [("muon", "flash"), ("adamw", "flash"), ("muon", "sdpa"), ("adamw", "sdpa")]
+BASELINE = ("adamw", "sdpa")
+COLUMNS = (
+    "optimizer",
+    "attention",
+    "step_ms",  # median over the rounds
+    "step_ms_lowest",
+    "step_ms_highest",
+    "tokens_per_second",
+    "optimizer_ms",  # optimizer.step() alone, back to back
+    "peak_memory_gib",  # of the allocations of this variant alone
+    "loss",  # after the last step, to see that it learns
+)
+
+
+class Trainer:
+    """One variant: its model, its optimizer, and the step it is at."""
+
+    def __init__(self, preset: Preset, optimizer: str, attention: str, corpus: data.Data, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.before = allocated(device)
+        self.preset, self.corpus, self.device = preset, corpus, device
+        self.variant = (optimizer, attention)
+        model = GPT(**train.model_shape(preset, attention)).to(device)
+        self.model = torch.compile(model) if preset.compile else model
+        self.optimizer = train.make_optimizer(model, preset, optimizer)
+        self.scheduler = train.make_scheduler(self.optimizer, preset)
+        self.step = 0
+        self.round_ms: list[float] = []
+        self.peak_bytes = 0
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        preset = self.preset
+        batch = data.training_batch(self.corpus.train, preset.batch, preset.context, seed=0, step=self.step)
+        return data.to_device(batch, self.device)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.loss = train.train_step(self.model, self.optimizer, self.scheduler, self.batch(), self.preset.dtype)
+            self.step += 1
+
+    def warm_up(self, steps: int) -> None:
+        """Compile, create the optimizer's state, and see how much memory stays allocated."""
+        self.train(steps)
+        self.resident_bytes = allocated(self.device) - self.before
+
+    def time_round(self, steps: int) -> None:
+        others = allocated(self.device) - self.resident_bytes
+        reset_peak(self.device)
+        self.round_ms.append(milliseconds(self.device, lambda: self.train(steps)) / steps)
+        self.peak_bytes = max(self.peak_bytes, peak(self.device) - others)
+
+    def optimizer_ms(self, steps: int) -> float:
+        """On the gradients of one batch, again and again."""
+        train.forward(self.model, self.batch(), self.preset.dtype).backward()
+        self.optimizer.step()
+        total = milliseconds(self.device, lambda: [self.optimizer.step() for _ in range(steps)])
+        self.optimizer.zero_grad()
+        return total / steps
+
+    def result(self, steps: int) -> dict[str, Any]:
+        step_ms = statistics.median(self.round_ms)
+        return {
+            "optimizer": self.variant[0],
+            "attention": self.variant[1],
+            "step_ms": step_ms,
+            "step_ms_lowest": min(self.round_ms),
+            "step_ms_highest": max(self.round_ms),
+            "tokens_per_second": 1e3 * self.preset.batch * self.preset.context / step_ms,
+            "peak_memory_gib": self.peak_bytes / 2**30,
+            "loss": self.loss.item(),
+            "optimizer_ms": self.optimizer_ms(steps),
+        }
+
+
+def milliseconds(device: torch.device, work: Callable[[], object]) -> float:
+    """From one idle device to the next."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def measure(
+    preset: Preset, corpus: data.Data, device: torch.device, *, rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """One row for each of VARIANTS."""
+    trainers = []
+    for optimizer, attention in VARIANTS:
+        print(f"compiling and warming up {optimizer} + {attention}", file=sys.stderr, flush=True)
+        trainers.append(Trainer(preset, optimizer, attention, corpus, device))
+        trainers[-1].warm_up(steps)
+    for _ in range(rounds):
+        for trainer in trainers:
+            trainer.time_round(steps)
+        trainers = trainers[1:] + trainers[:1]  # another one goes first
+    by_variant = {trainer.variant: trainer.result(steps) for trainer in trainers}
+    return [by_variant[variant] for variant in VARIANTS]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In markdown, with every speed relative to BASELINE's."""
+    baseline = next(row for row in rows if (row["optimizer"], row["attention"]) == BASELINE)["tokens_per_second"]
+    lines = [
+        "| optimizer | attention | ms a step (range) | tokens/s | of the last row | optimizer ms | peak GiB | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    line = (
+        "| {optimizer} | {attention} | {step_ms:.2f} ({step_ms_lowest:.2f}-{step_ms_highest:.2f}) "
+        "| {tokens_per_second:,.0f} | {relative:.3f} | {optimizer_ms:.2f} | {peak_memory_gib:.1f} | {loss:.3f} |"
+    )
+    lines += [line.format(**row, relative=row["tokens_per_second"] / baseline) for row in rows]
+    return "\n".join(lines)
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]], setting: dict[str, str]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *setting])
+        writer.writeheader()
+        writer.writerows(row | setting for row in rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(prog="python -m benchmarks.gpt2_124m", description="Time training steps of gpt2-124m.")
+    add = parser.add_argument
+    add("--csv", metavar="PATH", type=Path, help="also write the table there")
+    add("--rounds", metavar="N", type=positive_int, default=10, help="turns that each variant takes")
+    add("--steps", metavar="N", type=positive_int, default=10, help="training steps in a turn")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise UserError("this benchmark needs a CUDA GPU")
+
+    preset, device = PRESETS["gpt2-124m"], torch.device("cuda")
+    torch.set_float32_matmul_precision("high")
+    corpus = data.load(None, preset.context)
+    rows = measure(preset, corpus, device, rounds=args.rounds, steps=args.steps)
+    setting = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": str(train.triton_version()),
+        "command": shlex.join(["python", "-m", "benchmarks.gpt2_124m", *(sys.argv[1:] if argv is None else argv)]),
+    }
+    print(f"\n{table(rows)}\n")
+    print(f"{setting['gpu']}, torch {setting['torch']}, triton {setting['triton']}: `{setting['command']}`")
+    print(
+        f"{preset.layers} layers of width {preset.width}, {preset.heads} heads, {preset.batch} x {preset.context} "
+        f"tokens a step, {preset.dtype}, torch.compile, vocabulary {preset.vocab_size:,}; the tokens are bytes, "
+        "because GPT-2's tokeniser is not on the machine"
+    )
+    if args.csv:
+        write_csv(args.csv, rows, setting)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,32 @@
+"""The benchmark's own arithmetic, on a model that a CPU runs in no time."""
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpt2_124m
+from examples.gpt import data
+from examples.gpt.presets import PRESETS
+
+
+def test_every_variant_is_timed_and_written_down(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n" * 100)
+    small = dataclasses.replace(PRESETS["cpu"], layers=1, heads=2, width=16, context=16, batch=4)
+    corpus = data.load(str(text), small.context)
+    rows = gpt2_124m.measure(small, corpus, torch.device("cpu"), rounds=3, steps=2)
+    assert [(row["optimizer"], row["attention"]) for row in rows] == gpt2_124m.VARIANTS
+    for row in rows:
+        assert 0 < row["step_ms_lowest"] <= row["step_ms"] <= row["step_ms_highest"]
+        assert row["tokens_per_second"] * row["step_ms"] == pytest.approx(1e3 * 4 * 16)
+        assert row["optimizer_ms"] > 0
+        assert row["loss"] < math.log(256)
+    assert len(gpt2_124m.table(rows).splitlines()) == 2 + len(rows)
+    gpt2_124m.write_csv(tmp_path / "out.csv", rows, {"gpu": "none"})
+    with (tmp_path / "out.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["step_ms"]) for row in written] == [row["step_ms"] for row in rows]

@@ -1,0 +1,83 @@
+"""A user's mistake is one line on stderr that says what to do, and exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from examples import sample, train
+from examples.gpt import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("examples.train", "--data", "nowhere"), "nowhere is neither a file nor a folder"),
+        (("examples.train", "--optimiser", "muon"), "--help"),
+        (("examples.sample", "--run", "nowhere"), "python -m examples.train"),
+    ],
+)
+def test_a_mistake_on_the_command_line(arguments: tuple[str, ...], says: str) -> None:
+    result = command(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    check(result.stderr, says)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "says"),
+    [
+        (train, ("--preset", "gpt5"), "gpt2-124m"),
+        (train, ("--optimizer", "sgd"), "adamw"),
+        (train, ("--steps", "0"), "not a whole number above 0"),
+        (train, ("--seed", "-1"), "--seed"),
+        (train, ("--lr", "fast"), "not a number"),
+        (train, ("--lr", "0"), "above 0"),
+        (train, ("--device", "abacus"), "--device cpu"),
+        (train, ("--device", "cuda:99"), "--device cpu"),
+        (train, ("--heads", "3"), "--heads 3"),
+        (train, ("--context", "10000000"), "--context"),
+        (train, ("--data", "{empty}"), "0 bytes"),
+        (train, ("--out", "{empty}/run"), "--out"),
+        (sample, ("--prompt", ""), "--prompt"),
+        (sample, ("--temperature", "-1"), "--temperature"),
+    ],
+)
+def test_a_mistake(
+    module: ModuleType,
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    monkeypatch.setattr(sys, "argv", ["command", *(argument.format(empty=empty) for argument in arguments)])
+    with pytest.raises(SystemExit) as exit:
+        cli.run(module.main)
+    printed = capsys.readouterr()
+    assert exit.value.code == 2
+    assert printed.out == ""
+    check(printed.err, says)
+
+
+def check(stderr: str, says: str) -> None:
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith("error: ")
+    assert says in stderr
+
+
+@pytest.mark.parametrize("module", ["examples.train", "examples.sample"])
+def test_help_fits_a_screen(module: str) -> None:
+    lines = command(module, "--help").stdout.splitlines()
+    assert 5 < len(lines) <= 24
+    assert max(map(len, lines)) <= 80
