@@ -87,10 +87,10 @@ def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) ->
     return X
 
 
-# The product of the steps' slopes at 0 that one Gram matrix may serve. It puts the restart of all five-step presets
-# before the fourth step, where float16 is no less accurate than the standard iteration is in bfloat16
-# (docs/lab-notes.md).
-RESTART_GROWTH = 128.0
+# The product of the steps' slopes at 0 that one Gram matrix may serve. In float16 a Gram matrix that serves 60 (Quintic's
+# first three steps) diverges on matrices of low rank; 48 restarts Polar Express and Quintic before their third step,
+# Keller Jordan's before its fourth (docs/lab-notes.md).
+RESTART_GROWTH = 48.0
 
 
 def _segments(steps: Sequence[Triple]) -> list[list[Triple]]:

@@ -13,9 +13,12 @@ if not torch.cuda.is_available():
 sys.path.append(str(Path(__file__).parent))  # for `from helpers...` in the tests
 
 try:
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
-    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    # The same examples everywhere; shrinking a failure in the interpreter would outlast the patience of CI.
+    settings.register_profile(
+        "repeatable", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate], database=None
+    )
     settings.load_profile("repeatable")
 except ImportError:  # tests/gpu does without
     pass
