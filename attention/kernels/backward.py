@@ -42,13 +42,13 @@ def _grad_q_tile(
 
 @triton.jit
 def _grad_kv_tile(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos, stride_dod,
-    head, start_m, start_n, seqlen_q, shift, unit_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
-    UPCAST: tl.constexpr,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos,
+    stride_dod, head, start_m, start_n, seqlen_q, shift, unit_scale, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
+    EXP2: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of a head's queries to the keys' and values' gradients. Scores are computed transposed, so that pᵀ and dsᵀ
-    need no transposition before the products that follow (Triton miscompiles that, flash-linear-attention #640)."""
+    """Adds one tile of a head's queries to the keys' and values' gradients. Scores are computed transposed, so that pᵀ
+    and dsᵀ enter their products as they are (Triton miscompiles transposing them, flash-linear-attention #640)."""
     head = tl.cast(head, tl.int64)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(q_ptr + head * stride_qh, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
