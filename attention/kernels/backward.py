@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import LOG2_E, exponential, interpreted, load_tile, on_device_of, store_tile
+from .common import LOG2_E, SIZES, exponential, interpreted, load_tile, on_device_of, store_tile
 from .tiles import choose_tiles, padded_width
 
 
@@ -70,7 +70,7 @@ def _grad_kv_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "window_right", "num_tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def _grad_q_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_qd,
@@ -130,7 +130,7 @@ def _grad_q_kernel(
     store_tile(dq_ptr, dq * scale, start_m, seqlen_q, heads_q * D, BLOCK_M, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "window_right", "num_tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def _grad_kv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_qd,

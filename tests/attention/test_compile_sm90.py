@@ -30,7 +30,7 @@ def ptx(kernel, tile, head_dim, pointer, causal):
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        aligned = name.endswith("_ptr") or name.startswith(("stride_", "heads_"))
+        aligned = name.endswith("_ptr") or name.startswith("stride_")
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
