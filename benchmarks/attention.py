@@ -76,7 +76,7 @@ def measure(batch: int, seqlen: int, heads: int, width: int, causal: bool, repea
     for x in (q, k, v):
         x.requires_grad_()
     attends = variants(seqlen, causal, with_flex)
-    flush = torch.empty(2**26, device="cuda", dtype=torch.int32)  # 256 MB: evicts the caches, and hides launch costs
+    flush = torch.empty(2**28, device="cuda", dtype=torch.int32)  # writing 1 GB empties L2 and outlasts any launch
     times: dict[str, tuple[list[float], list[float]]] = {}
     for repeat in range(repeats + 3):
         for name, attend in list(attends.items()):
@@ -99,7 +99,8 @@ def measure(batch: int, seqlen: int, heads: int, width: int, causal: bool, repea
         forward, backward = statistics.median(forwards), statistics.median(backwards)
         rows.append(
             {
-                "batch": batch, "seqlen": seqlen, "heads": heads, "width": width, "mask": "causal" if causal else "full",
+                "batch": batch, "seqlen": seqlen, "heads": heads, "width": width,
+                "mask": "causal" if causal else "full",
                 "variant": name, "forward_ms": round(forward, 4), "backward_ms": round(backward, 4),
                 "forward_tflops": round(operations / forward / 1e9, 1),
                 "backward_tflops": round(2.5 * operations / backward / 1e9, 1),
