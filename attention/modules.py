@@ -78,8 +78,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, E) to (B, S, E)."""
         batch, seqlen, _ = x.shape
-        qkv = self.qkv(x).view(batch, seqlen, -1, self.head_dim)
-        q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        qkv = self.qkv(x).view(batch, seqlen, sum(heads), self.head_dim)
+        q, k, v = torch.split(qkv, list(heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm.weight), rms_norm(k, self.k_norm.weight)
         if self.rotary:

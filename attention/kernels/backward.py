@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import LOG2_E, exponential, interpreted, load_tile, on_device_of, store_tile
+from .common import LOG2_E, SIZES, exponential, interpreted, load_tile, on_device_of, store_tile
 from .tiles import choose_tiles, padded_width
 
 
@@ -42,13 +42,13 @@ def _grad_q_tile(
 
 @triton.jit
 def _grad_kv_tile(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos, stride_dod,
-    head, start_m, start_n, seqlen_q, shift, unit_scale, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
-    UPCAST: tl.constexpr,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos,
+    stride_dod, head, start_m, start_n, seqlen_q, shift, unit_scale, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
+    EXP2: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of a head's queries to the keys' and values' gradients. Scores are computed transposed, so that pᵀ and dsᵀ
-    need no transposition before the products that follow (Triton miscompiles that, flash-linear-attention #640)."""
+    """Adds one tile of a head's queries to the keys' and values' gradients. Scores are computed transposed, so that pᵀ
+    and dsᵀ enter their products as they are (Triton miscompiles transposing them, flash-linear-attention #640)."""
     head = tl.cast(head, tl.int64)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(q_ptr + head * stride_qh, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
@@ -70,7 +70,7 @@ def _grad_kv_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "window_right", "num_tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def _grad_q_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_qd,
@@ -130,7 +130,7 @@ def _grad_q_kernel(
     store_tile(dq_ptr, dq * scale, start_m, seqlen_q, heads_q * D, BLOCK_M, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "window_right", "num_tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def _grad_kv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_qd,

@@ -14,6 +14,9 @@ from triton.runtime.interpreter import InterpretedFunction
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
+# A new length or number of heads must not compile a new kernel.
+SIZES = ["heads_q", "heads_k", "group", "seqlen_q", "seqlen_k", "window_right", "num_tiles"]
+
 
 @triton.jit
 def load_tile(ptr, start, length, stride_s, stride_d, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import LN_2, LOG2_E, exponential, interpreted, load_tile, on_device_of, store_tile
+from .common import LN_2, LOG2_E, SIZES, exponential, interpreted, load_tile, on_device_of, store_tile
 from .tiles import choose_tiles, padded_width
 
 
@@ -42,7 +42,7 @@ def _attend(
     return acc, new_max, row_sum * rescale + tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "window_right", "num_tiles"])
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_qd,

@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 HOPPER_16BIT = {
     32: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 3)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
     256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1)),
 }
 
@@ -44,9 +44,9 @@ PORTABLE_16BIT = {
 # fp32 products are exact (no tf32), so they run on the ordinary cores and the tiles have to stay small.
 ANY_32BIT = {
     32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    64: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    128: Tiles(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
-    256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    64: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 1)),
+    256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 
