@@ -1,6 +1,6 @@
 """Let a trained model write.
 
-    python -m examples.sample --run runs/cpu --prompt "def "
+python -m examples.sample --run runs/cpu --prompt "def "
 """
 
 from __future__ import annotations

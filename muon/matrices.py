@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -53,40 +53,98 @@ def row_blocks(
     return [(block, (count, size, cols)) for block, size in zip(tensor.split(list(split), row_dim), split, strict=True)]
 
 
-@dataclass
+@dataclass(frozen=True)
+class Block:
+    """Matrices (count, rows, cols) of one parameter, with their gradient and momentum."""
+
+    param: Tensor
+    grad: Tensor
+    momentum: Tensor
+    count: int
+    rows: int
+    cols: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.param, self.grad, self.momentum
+
+    @property
+    def is_tall(self) -> bool:
+        return self.rows > self.cols
+
+
 class Bucket:
-    """Matrices that go through the iteration together: the same sides, lying or standing."""
+    """Matrices that go through the iteration together: the same sides (n, m), n <= m, wide or tall."""
 
-    shape: tuple[int, int]  # (shorter side, longer side)
-    blocks: list[tuple[Tensor, Tensor, tuple[int, int, int]]] = field(default_factory=list)  # target, source, shape
+    table: Tensor  # left by kernels.stages.pack for kernels.stages.apply
+    aligned: bool
 
-    def gather(self) -> Tensor:
-        """All sources as one (batch, n, m) tensor, tall matrices transposed."""
-        return torch.cat([_lying(source.reshape(shape)) for _, source, shape in self.blocks])
+    def __init__(self, sides: tuple[int, int]) -> None:
+        self.sides = sides
+        self.blocks: list[Block] = []
 
-    def scatter(self, stacked: Tensor) -> list[Tensor]:
-        """The inverse of gather: a view of ``stacked`` for each block, shaped like its target."""
-        parts = stacked.split([shape[0] for _, _, shape in self.blocks])
-        return [
-            (part.mT if rows > cols else part).reshape(target.shape)
-            for part, (target, _, (_, rows, cols)) in zip(parts, self.blocks, strict=True)
-        ]
-
-
-def _lying(matrices: Tensor) -> Tensor:
-    return matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    @property
+    def batch(self) -> int:
+        return sum(block.count for block in self.blocks)
 
 
 def buckets(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], matrix: MatrixMode = None, split: Split = None
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentums: Sequence[Tensor],
+    matrix: MatrixMode = None,
+    split: Split = None,
 ) -> list[Bucket]:
-    """Blocks of all (target, source) pairs, by the sides of their matrices, dtype and device."""
+    """The matrices of all parameters, by their sides, dtypes and device; those without elements are left out."""
     found: dict[tuple[object, ...], Bucket] = {}
-    for target, source in zip(targets, sources, strict=True):
-        pairs = zip(row_blocks(target, matrix, split), row_blocks(source, matrix, split), strict=True)
-        for (target_block, shape), (source_block, _) in pairs:
-            _, rows, cols = shape
+    for triple in zip(params, grads, momentums, strict=True):
+        for views in zip(*(row_blocks(tensor, matrix, split) for tensor in triple), strict=True):
+            (param, (count, rows, cols)), (grad, _), (momentum, _) = views
+            if param.numel() == 0:
+                continue
             sides = (min(rows, cols), max(rows, cols))
-            bucket = found.setdefault((sides, source.dtype, source.device), Bucket(sides))
-            bucket.blocks.append((target_block, source_block, shape))
+            key = (sides, param.device, param.dtype, grad.dtype, momentum.dtype)
+            bucket = found.setdefault(key, Bucket(sides))
+            bucket.blocks.append(Block(param, grad, momentum, count, rows, cols))
     return list(found.values())
+
+
+def pack(bucket: Bucket, X: Tensor, weight: float, nesterov: bool, maximize: bool, eps: float) -> None:
+    """Update the momentum, and write the updates over their norms to X (batch, n', m'), tall ones transposed.
+
+    momentum ← weight momentum + (1 - weight) grad; the update is the momentum or, with Nesterov,
+    weight momentum + (1 - weight) grad of the new momentum.
+    """
+    n, m = bucket.sides
+    grads = [block.grad for block in bucket.blocks]
+    momentums = [block.momentum for block in bucket.blocks]
+    if maximize:
+        grads = list(torch._foreach_neg(grads))
+    torch._foreach_lerp_(momentums, grads, 1 - weight)
+    updates = torch._foreach_lerp(grads, momentums, weight) if nesterov else momentums
+    wide = []
+    for update, block in zip(updates, bucket.blocks, strict=True):
+        matrices = update.reshape(block.count, block.rows, block.cols)
+        wide.append(matrices.mT if block.is_tall else matrices)
+    X[:, :n, :m].copy_(normalize(torch.cat(wide), eps))
+
+
+def apply(bucket: Bucket, X: Tensor, decay: float, scale_wide: float, scale_tall: float) -> None:
+    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m')."""
+    n, m = bucket.sides
+    torch._foreach_mul_([block.param for block in bucket.blocks], decay)
+    parts = X[:, :n, :m].split([block.count for block in bucket.blocks])
+    for block, part in zip(bucket.blocks, parts, strict=True):
+        update = (part.mT if block.is_tall else part).reshape(block.param.shape)
+        block.param.add_(update, alpha=scale_tall if block.is_tall else scale_wide)
+
+
+def normalize(G: Tensor, eps: float) -> Tensor:
+    """Each matrix of G over its Frobenius norm, in at least float32.
+
+    The largest magnitude is divided out first, so that squares neither overflow nor vanish.
+    """
+    largest = G.abs().amax(dim=(-2, -1), keepdim=True)
+    scaled = G.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
+    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
+    return scaled.div_(norm.clamp(min=eps))

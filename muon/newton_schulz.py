@@ -16,6 +16,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from muon.matrices import normalize
 from muon.polynomials import KELLER_JORDAN, Coefficients, Triple, schedule
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -87,9 +88,9 @@ def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) ->
     return X
 
 
-# The product of the steps' slopes at 0 that one Gram matrix may serve. In float16 a Gram matrix that serves 60 (Quintic's
-# first three steps) diverges on matrices of low rank; 48 restarts Polar Express and Quintic before their third step,
-# Keller Jordan's before its fourth (docs/lab-notes.md).
+# The product of the steps' slopes at 0 that one Gram matrix may serve. In float16 a Gram matrix that serves 60
+# (Quintic's first three steps) diverges on matrices of low rank; 48 restarts Polar Express and Quintic before their
+# third step, Keller Jordan's before its fourth (docs/lab-notes.md).
 RESTART_GROWTH = 48.0
 
 
@@ -140,7 +141,7 @@ def orthogonalize(
         ns_steps: number of steps.
         eps: smallest norm to divide by, after ``G`` has been divided by its largest magnitude.
         method: ``"standard"`` multiplies X at every step; ``"gram"`` iterates on the smaller XXᵀ, cheaper the longer
-            the matrix; ``"auto"`` is ``"standard"``.
+            the matrix; ``"auto"`` is the cheaper one on a GPU and ``"standard"`` on a CPU.
         dtype: of the iteration. Default: on a CPU float32, or float64 for float64 input; elsewhere bfloat16 for
             ``"standard"`` and float16 for ``"gram"``, which bfloat16 is too coarse for.
         backend: ``"triton"`` (GPU), ``"torch"`` (anywhere), or ``"auto"``: Triton for CUDA tensors where installed.
@@ -169,42 +170,55 @@ def orthogonalize(
     if method not in ("auto", "standard", "gram"):
         raise ValueError(f"method should be 'auto', 'standard' or 'gram' but is: {method!r}")
     steps = schedule(ns_coefficients, ns_steps)
-    use_triton = _use_triton(backend, G)
+    use_triton = uses_triton(backend, G)
     if G.numel() == 0:
         return G.clone()
 
     rows, cols = G.shape[-2:]
     flat = G.reshape(-1, rows, cols)
     lying = flat.mT if rows > cols else flat
-    ops = _triton_operations() if use_triton else TorchOperations()
-    X = _normalize(lying, dtype or _default_dtype(G, method), eps, ops)
-    iteration = gram_iteration if method == "gram" else standard_iteration
-    X = iteration(X, steps, ops)[:, : lying.shape[1], : lying.shape[2]]
+    batch, n, m = lying.shape
+    method = pick_method(method, steps, n, m, lying.device)
+    dtype = dtype or pick_dtype(method, G.dtype, G.device)
+    ops = operations(use_triton)
+    X = ops.allocate(batch, n, m, G, dtype)
+    X[:, :n, :m].copy_(normalize(lying, eps))
+    X = iterate(X, steps, method, ops)[:, :n, :m]
     return (X.mT if rows > cols else X).to(G.dtype).reshape(G.shape)
 
 
-def _normalize(G: Tensor, dtype: torch.dtype, eps: float, ops: MatrixOperations) -> Tensor:
-    """G / ‖G‖ in ``dtype``, one norm a matrix, in a tensor that ``ops`` allocates.
-
-    The largest magnitude is divided out first, in at least float32, so that squares neither overflow nor vanish.
-    """
-    batch, n, m = G.shape
-    largest = G.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = G.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
-    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    X = ops.allocate(batch, n, m, G, dtype)
-    torch.div(scaled, norm, out=scaled)
-    X[:, :n, :m].copy_(scaled)
-    return X
+def iterate(X: Tensor, steps: Sequence[Triple], method: Method, ops: MatrixOperations) -> Tensor:
+    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1."""
+    return gram_iteration(X, steps, ops) if method == "gram" else standard_iteration(X, steps, ops)
 
 
-def _default_dtype(G: Tensor, method: Method) -> torch.dtype:
-    if G.device.type == "cpu":
-        return torch.promote_types(G.dtype, torch.float32)
+def pick_method(method: Method, steps: Sequence[Triple], n: int, m: int, device: torch.device) -> Method:
+    """What ``"auto"`` stands for: on a GPU whatever does fewer operations, counting symmetric products as half."""
+    if method != "auto" or device.type == "cpu":
+        return "standard" if method == "auto" else method
+    ratio = m / n  # costs are in units of n³ multiply-adds
+    standard = len(steps) * (3 * ratio + 1)
+    gram = sum(3 * ratio + 4 * len(segment) - 3 for segment in _segments(steps))
+    return "gram" if gram < 0.9 * standard else "standard"
+
+
+def pick_dtype(method: Method, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The default dtype of an iteration."""
+    if device.type == "cpu":
+        return torch.promote_types(dtype, torch.float32)
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
-def _use_triton(backend: Backend, G: Tensor) -> bool:
+def operations(use_triton: bool) -> MatrixOperations:
+    if not use_triton:
+        return TorchOperations()
+    from muon.kernels.products import TritonOperations
+
+    return TritonOperations()
+
+
+def uses_triton(backend: Backend, G: Tensor) -> bool:
+    """Whether the backend is Triton's, for this tensor."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend should be 'auto', 'torch' or 'triton' but is: {backend!r}")
     if backend == "triton" and not _has_triton():
@@ -222,9 +236,3 @@ def _has_triton() -> bool:
 def _interpreting() -> bool:
     """Triton's interpreter runs kernels on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _triton_operations() -> MatrixOperations:
-    from muon.kernels.products import TritonOperations
-
-    return TritonOperations()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,8 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
-from muon.matrices import MatrixMode, Split, buckets, row_blocks
-from muon.newton_schulz import orthogonalize
+from muon import matrices
+from muon.matrices import Bucket, MatrixMode, Split, buckets, row_blocks
+from muon.newton_schulz import iterate, operations, pick_dtype, pick_method, uses_triton
 from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
 
 AdjustLR: TypeAlias = (
@@ -221,15 +223,28 @@ def muon(
     maximize: bool,
 ) -> None:
     """One Muon step of ``params`` and ``momentum_buffers``, in place; see ``Muon``."""
-    if maximize:
-        grads = list(torch._foreach_neg(grads))
-    torch._foreach_lerp_(momentum_buffers, grads, 1 - momentum)
-    updates = list(torch._foreach_lerp(grads, momentum_buffers, momentum)) if nesterov else momentum_buffers
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
-    for bucket in buckets(params, updates, matrix, split):
-        orthogonal = orthogonalize(bucket.gather(), ns_coefficients, ns_steps, eps)
-        for (target, _, (_, rows, cols)), update in zip(bucket.blocks, bucket.scatter(orthogonal), strict=True):
-            target.add_(update, alpha=-lr * lr_factor(adjust_lr_fn, rows, cols))
+    steps = schedule(ns_coefficients, ns_steps)
+    for bucket in buckets(params, grads, momentum_buffers, matrix, split):
+        (n, m), param = bucket.sides, bucket.blocks[0].param
+        use_triton = uses_triton("auto", param)
+        method = pick_method("auto", steps, n, m, param.device)
+        ops = operations(use_triton)
+        X = ops.allocate(bucket.batch, n, m, param, pick_dtype(method, param.dtype, param.device))
+        stages = _stages(bucket, use_triton)
+        stages.pack(bucket, X, momentum, nesterov, maximize, eps)
+        X = iterate(X, steps, method, ops)
+        scale_wide, scale_tall = (-lr * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
+        stages.apply(bucket, X, 1 - lr * weight_decay, scale_wide, scale_tall)
+
+
+def _stages(bucket: Bucket, use_triton: bool) -> ModuleType:
+    """The module whose ``pack`` and ``apply`` suit the bucket."""
+    if use_triton:
+        from muon.kernels import stages
+
+        if stages.suits(bucket):
+            return stages
+    return matrices
 
 
 def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:

@@ -10,6 +10,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+torch.set_num_threads(1)  # the tensors are small: a second thread costs more than it does
+
 sys.path.append(str(Path(__file__).parent))  # for `from helpers...` in the tests
 
 try:

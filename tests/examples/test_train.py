@@ -88,9 +88,7 @@ def test_the_final_model_has_the_final_loss(finished: tuple[Path, dict[str, Any]
     assert loss == pytest.approx(summary["val_loss"], abs=1e-5)
 
 
-def test_the_same_seed_gives_the_same_run(
-    finished: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
-) -> None:
+def test_the_same_seed_gives_the_same_run(finished: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     summary = train.main(options(text, tmp_path / "same"))
     other = train.main(options(text, tmp_path / "other", "--seed", "1"))
     assert summary["val_loss"] == pytest.approx(finished[1]["val_loss"], abs=1e-5)

@@ -1,0 +1,203 @@
+"""What surrounds the iteration, in Triton: one launch for all matrices of a bucket, every pass at memory speed.
+
+Matrices are reached through a table with one row each: int64 addresses of parameter, gradient and momentum, and whether
+the matrix is tall. A tall matrix is transposed on its way into the (batch, n, m) tensor X and out of it. Sources are
+contiguous (rows, cols) matrices; X may be padded.
+
+Torch twins: ``muon.matrices.pack`` and ``muon.matrices.apply``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muon.kernels.products import ALIGNMENT
+from muon.matrices import Bucket
+
+PARAM: tl.constexpr = tl.constexpr(0)
+GRAD: tl.constexpr = tl.constexpr(1)
+MOMENTUM: tl.constexpr = tl.constexpr(2)
+IS_TALL: tl.constexpr = tl.constexpr(3)
+COLUMNS: tl.constexpr = tl.constexpr(4)
+
+CHUNK = 4096  # elements of a matrix that a program of the momentum kernel takes
+TILE = 64
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _address(table_ptr, matrix, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, dtype: tl.constexpr):
+    ptr = tl.load(table_ptr + matrix * COLUMNS + COLUMN).to(tl.pointer_type(dtype))
+    return tl.multiple_of(ptr, 16) if ALIGNED else ptr
+
+
+@triton.jit
+def _look_ahead(grad, momentum, weight, NESTEROV: tl.constexpr):
+    return grad + weight * (momentum - grad) if NESTEROV else momentum
+
+
+@triton.jit
+def momentum_kernel(
+    table_ptr, partial_ptr,
+    weight, sign,
+    size,
+    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """momentum ← weight momentum + (1 - weight) sign grad, in place, and partial norms of the update.
+
+    A partial norm is (largest magnitude, sum of squares over its square), so that nothing overflows or vanishes.
+    """
+    matrix = tl.program_id(1)
+    chunk = tl.program_id(0)
+    offs = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < size
+    grad_ptr = _address(table_ptr, matrix, GRAD, ALIGNED, GRAD_DTYPE)
+    momentum_ptr = _address(table_ptr, matrix, MOMENTUM, ALIGNED, MOMENTUM_DTYPE)
+    grad = sign * tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)  # (BLOCK,)
+    momentum = tl.load(momentum_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    momentum = (momentum + (1 - weight) * (grad - momentum)).to(MOMENTUM_DTYPE)
+    tl.store(momentum_ptr + offs, momentum, mask=mask)
+    update = _look_ahead(grad, momentum.to(tl.float32), weight, NESTEROV)
+    largest = tl.max(tl.abs(update), 0)
+    scaled = update / tl.where(largest == 0.0, 1.0, largest)
+    partial_ptr += (matrix.to(tl.int64) * tl.num_programs(0) + chunk) * 2
+    # A maximum passes over NaN, a sum doesn't.
+    tl.store(partial_ptr, largest)
+    tl.store(partial_ptr + 1, tl.sum(scaled * scaled, 0))
+
+
+@triton.jit
+def norm_kernel(partial_ptr, norm_ptr, chunks, eps, BLOCK: tl.constexpr):
+    """Norm of each matrix from its partial norms, as (largest magnitude, the rest), neither ever zero."""
+    matrix = tl.program_id(0)
+    partial_ptr += matrix.to(tl.int64) * chunks * 2
+    offs = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, chunks, BLOCK):
+        mask = start + offs < chunks
+        largest = tl.maximum(largest, tl.load(partial_ptr + 2 * (start + offs), mask=mask, other=0.0))
+    whole = tl.max(largest, 0)
+    whole = tl.where(whole == 0.0, 1.0, whole)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, chunks, BLOCK):
+        mask = start + offs < chunks
+        ratio = tl.load(partial_ptr + 2 * (start + offs), mask=mask, other=0.0) / whole
+        squares += ratio * ratio * tl.load(partial_ptr + 2 * (start + offs) + 1, mask=mask, other=0.0)
+    tl.store(norm_ptr + 2 * matrix, whole)
+    rest = tl.sqrt(tl.sum(squares, 0))
+    tl.store(norm_ptr + 2 * matrix + 1, tl.where(rest < eps, eps, rest))
+
+
+@triton.jit
+def pack_kernel(
+    table_ptr, norm_ptr, x_ptr,
+    weight, sign,
+    n, m, stride_xb, stride_xn,
+    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """X[matrix] = update / its norm, a (TILE, TILE) tile of it; norms (batch, 2) are (largest magnitude, the rest)."""
+    matrix = tl.program_id(1)
+    is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
+    pid_n = tl.program_id(0) // tl.cdiv(m, TILE)
+    pid_m = tl.program_id(0) % tl.cdiv(m, TILE)
+    row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
+    rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
+    offs = tl.arange(0, TILE)
+    mask = (row + offs < rows)[:, None] & (col + offs < cols)[None, :]
+    tile = (row.to(tl.int64) * cols + col) + offs[:, None] * cols + offs[None, :]  # (TILE, TILE)
+    update = tl.load(_address(table_ptr, matrix, MOMENTUM, ALIGNED, MOMENTUM_DTYPE) + tile, mask=mask, other=0.0)
+    update = update.to(tl.float32)
+    if NESTEROV:
+        grad = tl.load(_address(table_ptr, matrix, GRAD, ALIGNED, GRAD_DTYPE) + tile, mask=mask, other=0.0)
+        update = _look_ahead(sign * grad.to(tl.float32), update, weight, NESTEROV)
+    x = update / tl.load(norm_ptr + 2 * matrix) / tl.load(norm_ptr + 2 * matrix + 1)
+    x = x.to(x_ptr.dtype.element_ty)
+    x_ptr += matrix.to(tl.int64) * stride_xb
+    if is_tall:
+        tl.store(x_ptr + (col + offs)[:, None].to(tl.int64) * stride_xn + (row + offs)[None, :], tl.trans(x),
+                 mask=tl.trans(mask))  # fmt: skip
+    else:
+        tl.store(x_ptr + (row + offs)[:, None].to(tl.int64) * stride_xn + (col + offs)[None, :], x, mask=mask)
+
+
+@triton.jit
+def apply_kernel(
+    table_ptr, x_ptr,
+    decay, scale_wide, scale_tall,
+    n, m, stride_xb, stride_xn,
+    ALIGNED: tl.constexpr, PARAM_DTYPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """param ← decay param + scale X[matrix], a (TILE, TILE) tile of it."""
+    matrix = tl.program_id(1)
+    is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
+    pid_n = tl.program_id(0) // tl.cdiv(m, TILE)
+    pid_m = tl.program_id(0) % tl.cdiv(m, TILE)
+    row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
+    rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
+    offs = tl.arange(0, TILE)
+    mask = (row + offs < rows)[:, None] & (col + offs < cols)[None, :]
+    tile = (row.to(tl.int64) * cols + col) + offs[:, None] * cols + offs[None, :]  # (TILE, TILE)
+    x_ptr += matrix.to(tl.int64) * stride_xb
+    param_ptr = _address(table_ptr, matrix, PARAM, ALIGNED, PARAM_DTYPE)
+    param = tl.load(param_ptr + tile, mask=mask, other=0.0).to(tl.float32)
+    if is_tall:
+        x = tl.load(x_ptr + (col + offs)[:, None].to(tl.int64) * stride_xn + (row + offs)[None, :],
+                    mask=tl.trans(mask), other=0.0)  # fmt: skip
+        param = decay * param + scale_tall * tl.trans(x).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + (row + offs)[:, None].to(tl.int64) * stride_xn + (col + offs)[None, :],
+                    mask=mask, other=0.0)  # fmt: skip
+        param = decay * param + scale_wide * x.to(tl.float32)
+    tl.store(param_ptr + tile, param.to(PARAM_DTYPE), mask=mask)
+
+
+def pack(bucket: Bucket, X: Tensor, weight: float, nesterov: bool, maximize: bool, eps: float) -> None:
+    """See ``muon.matrices.pack``. Also leaves the table for ``apply`` in the bucket."""
+    (n, m), batch = bucket.sides, bucket.batch
+    first = bucket.blocks[0]
+    sign = -1.0 if maximize else 1.0
+    bucket.table = table = _table(bucket)
+    chunks = triton.cdiv(n * m, CHUNK)
+    partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=X.device)
+    norm = torch.empty(batch, 2, dtype=torch.float32, device=X.device)
+    dtypes = {"GRAD_DTYPE": DTYPES[first.grad.dtype], "MOMENTUM_DTYPE": DTYPES[first.momentum.dtype]}
+    common = {"NESTEROV": nesterov, "ALIGNED": bucket.aligned, **dtypes}
+    with torch.cuda.device_of(X):
+        momentum_kernel[(chunks, batch)](table, partial, weight, sign, n * m, BLOCK=CHUNK, num_warps=8, **common)
+        norm_kernel[(batch,)](partial, norm, chunks, eps, BLOCK=1024)
+        pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), batch)](
+            table, norm, X, weight, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **common
+        )
+
+
+def apply(bucket: Bucket, X: Tensor, decay: float, scale_wide: float, scale_tall: float) -> None:
+    """See ``muon.matrices.apply``."""
+    n, m = bucket.sides
+    with torch.cuda.device_of(X):
+        apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), bucket.batch)](
+            bucket.table, X, decay, scale_wide, scale_tall, n, m, X.stride(0), X.stride(1),
+            ALIGNED=bucket.aligned, PARAM_DTYPE=DTYPES[bucket.blocks[0].param.dtype], TILE=TILE,
+        )  # fmt: skip
+
+
+def suits(bucket: Bucket) -> bool:
+    """Whether these kernels can reach the bucket's matrices: contiguous, of a 16-bit or 32-bit dtype."""
+    return all(tensor.is_contiguous() and tensor.dtype in DTYPES for block in bucket.blocks for tensor in block.tensors)
+
+
+def _table(bucket: Bucket) -> Tensor:
+    """One row a matrix: where it is, and whether it is tall."""
+    rows, aligned = [], True
+    for block in bucket.blocks:
+        size = block.rows * block.cols
+        for i in range(block.count):
+            addresses = [tensor.data_ptr() + i * size * tensor.element_size() for tensor in block.tensors]
+            aligned &= all(address % 16 == 0 for address in addresses)
+            rows.append([*addresses, int(block.rows > block.cols)])
+    bucket.aligned = aligned and all(side % ALIGNMENT == 0 for side in bucket.sides)
+    table = torch.tensor(rows, dtype=torch.int64)
+    device = bucket.blocks[0].param.device
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
