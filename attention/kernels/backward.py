@@ -142,6 +142,8 @@ def _grad_kv_kernel(
     BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     EXP2: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
+    # With both accumulators this wide a second loop would spill: the masked one does everything.
+    ONE_LOOP: tl.constexpr = BOUND_RIGHT and BLOCK_D + BLOCK_DV > 256
     # Under a causal mask the first keys are seen by the most queries: they go first.
     pid = tl.program_id(0)
     start_n = pid % num_tiles * BLOCK_N
@@ -164,7 +166,8 @@ def _grad_kv_kernel(
     if BOUND_RIGHT:
         start = tl.maximum(start_n - shift, 0) // BLOCK_M * BLOCK_M
         full_start = tl.maximum(start_n + BLOCK_N - 1 - shift + BLOCK_M - 1, 0) // BLOCK_M * BLOCK_M
-        full_start = tl.minimum(full_start, (seqlen_q + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+        end = tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M
+        full_start = end if ONE_LOOP else tl.minimum(full_start, end)
 
     # Keys past the end only spoil their own rows, which are not stored.
     k = load_tile(k_ptr, start_n, seqlen_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, True, UPCAST)
@@ -180,13 +183,14 @@ def _grad_kv_kernel(
             stride_dod, i // masked, start + i % masked * BLOCK_M, start_n, seqlen_q, shift, unit_scale,
             D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, EXP2, UPCAST,
         )  # fmt: skip
-    full = tl.cdiv(seqlen_q - full_start, BLOCK_M)
-    for i in tl.range(0, group * full):
-        dk, dv = _grad_kv_tile(
-            dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh, stride_dos,
-            stride_dod, i // full, full_start + i % full * BLOCK_M, start_n, seqlen_q, shift, unit_scale,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, EXP2, UPCAST,
-        )  # fmt: skip
+    if not ONE_LOOP:
+        full = tl.cdiv(seqlen_q - full_start, BLOCK_M)
+        for i in tl.range(0, group * full):
+            dk, dv = _grad_kv_tile(
+                dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qh, stride_qs, stride_qd, stride_doh,
+                stride_dos, stride_dod, i // full, full_start + i % full * BLOCK_M, start_n, seqlen_q, shift,
+                unit_scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, EXP2, UPCAST,
+            )  # fmt: skip
     store_tile(dk_ptr, dk * scale, start_n, seqlen_k, heads_k * D, BLOCK_N, D, BLOCK_D)
     store_tile(dv_ptr, dv, start_n, seqlen_k, heads_k * DV, BLOCK_N, DV, BLOCK_DV)
 

@@ -30,7 +30,7 @@ HOPPER_16BIT = {
     32: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
     128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
-    256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1)),
+    256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 
 # Fits the 99 KB of shared memory of consumer cards.
