@@ -1,0 +1,57 @@
+"""Compiles a kernel for Hopper, which needs no GPU, and reads what the assembler says about it.
+
+For scripts that run in a process of their own: where tests run, Triton may be set to interpret its kernels.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HELPERS = Path(__file__).parent.parent
+ROOT = HELPERS.parent
+
+
+class Report(NamedTuple):
+    ptx: str
+    spilled_bytes: int
+    warnings: list[str]
+
+
+def compile_kernel(kernel, signature, constants, aligned, **options) -> Report:
+    """`signature` types the run-time arguments, `aligned` names those that are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = signature | dict.fromkeys(constants, "constexpr")
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= 227 * 1024, f"{compiled.metadata.shared} bytes of shared memory"
+    ptx = compiled.asm["ptx"]
+    report = _assemble(ptx)
+    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
+    return Report(ptx, spilled, re.findall(r"C75\d\d.*", report))
+
+
+def _assemble(ptx: str) -> str:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def run_uninterpreted(script: str) -> list[str]:
+    """The lines that a Python script prints, run without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HELPERS)])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

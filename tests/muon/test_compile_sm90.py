@@ -1,0 +1,65 @@
+"""Compiles every kernel for Hopper, which needs no GPU: no spills, bulk copies and wgmma where they belong."""
+
+import pytest
+from helpers.sm90 import run_uninterpreted
+
+SCRIPT = """
+import torch
+import triton.language as tl
+from helpers.sm90 import compile_kernel
+from muon.kernels import products, stages
+
+
+def check(what, kernel, signature, constants, aligned, expected, **options):
+    report = compile_kernel(kernel, signature, constants, aligned, **options)
+    missing = [instruction for instruction in expected if instruction not in report.ptx]
+    faults = missing + [f"spills {report.spilled_bytes} bytes"] * (report.spilled_bytes > 0) + report.warnings
+    print(what, faults or "ok")
+
+
+def desc(dtype, rows, cols):
+    return f"tensordesc<{dtype}[1, {rows}, {cols}]>"
+
+
+for dtype, torch_dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    block, block_k, num_warps, num_stages = products._config(torch_dtype)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    expected = ["cp.async.bulk.tensor"] + (["wgmma.mma_async"] if dtype != "fp32" else [])
+    square = desc(dtype, block, block)
+    for terms, symmetrize in ((0, False), (1, False), (1, True), (2, True)):
+        signature = {"a_desc": desc(dtype, block, block_k), "b_desc": desc(dtype, block, block_k)}
+        signature |= dict.fromkeys(("c_desc", "d_desc", "out_desc"), square)
+        signature |= dict.fromkeys(("alpha", "beta", "gamma"), "fp32") | {"k": "i32"}
+        constants = {"TERMS": terms, "SYMMETRIZE": symmetrize, "BLOCK_N": block, "BLOCK_K": block_k, "UPCAST": False}
+        what = f"symmetric {dtype} {terms} terms:"
+        check(what, products.symmetric_product_kernel, signature, constants, ["k"], expected, **options)
+    signature = {"b_desc": desc(dtype, block, block_k), "x_desc": desc(dtype, block_k, block), "x_tile_desc": square}
+    signature |= {"out_desc": square, "a": "fp32", "n": "i32", "m": "i32"}
+    constants = {"BLOCK_N": block, "BLOCK_M": block, "BLOCK_K": block_k, "GROUP": 8, "UPCAST": False}
+    check(f"update {dtype}:", products.update_kernel, signature, constants, ["n", "m"], expected, **options)
+
+for dtype in (tl.float32, tl.bfloat16):
+    for aligned in (True, False):
+        what = f"{dtype} aligned={aligned}:"
+        vector = ["ld.global.v4.b32"] if aligned else []
+        sizes = ["n", "m", "size", "stride_xb", "stride_xn"] if aligned else []
+        pointers = {"table_ptr": "*i64"}
+        momentum = pointers | {"partial_ptr": "*fp32", "weight": "fp32", "sign": "fp32", "size": "i32"}
+        flags = {"NESTEROV": True, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
+        constants = flags | {"BLOCK": stages.CHUNK}
+        check("momentum " + what, stages.momentum_kernel, momentum, constants, sizes, vector, num_warps=8)
+        places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
+        pack = pointers | {"norm_ptr": "*fp32", "x_ptr": "*fp16", "weight": "fp32", "sign": "fp32"} | places
+        check("pack " + what, stages.pack_kernel, pack, flags | {"TILE": stages.TILE}, [*sizes, "x_ptr"], vector)
+        scales = dict.fromkeys(("decay", "scale_wide", "scale_tall"), "fp32")
+        apply = pointers | {"x_ptr": "*fp16"} | scales | places
+        constants = {"ALIGNED": aligned, "PARAM_DTYPE": dtype, "TILE": stages.TILE}
+        check("apply " + what, stages.apply_kernel, apply, constants, [*sizes, "x_ptr"], vector)
+"""
+
+
+def test_every_kernel_compiles_for_hopper_without_spills():
+    pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
+    lines = run_uninterpreted(SCRIPT)
+    assert len(lines) == 27
+    assert [line for line in lines if not line.endswith(" ok")] == []
