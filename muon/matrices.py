@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -55,8 +55,9 @@ def row_blocks(
 
 @dataclass(frozen=True)
 class Block:
-    """Matrices (count, rows, cols) of one parameter, with their gradient and momentum."""
+    """Matrices (count, rows, cols) of one parameter, the ``index``-th, with their gradient and momentum."""
 
+    index: int
     param: Tensor
     grad: Tensor
     momentum: Tensor
@@ -76,9 +77,6 @@ class Block:
 class Bucket:
     """Matrices that go through the iteration together: the same sides (n, m), n <= m, wide or tall."""
 
-    table: Tensor  # left by kernels.stages.pack for kernels.stages.apply
-    aligned: bool
-
     def __init__(self, sides: tuple[int, int]) -> None:
         self.sides = sides
         self.blocks: list[Block] = []
@@ -94,22 +92,44 @@ def buckets(
     momentums: Sequence[Tensor],
     matrix: MatrixMode = None,
     split: Split = None,
+    most_elements: int | None = None,
 ) -> list[Bucket]:
-    """The matrices of all parameters, by their sides, dtypes and device; those without elements are left out."""
-    found: dict[tuple[object, ...], Bucket] = {}
-    for triple in zip(params, grads, momentums, strict=True):
+    """The matrices of all parameters, by their sides, dtypes and device; those without elements are left out.
+
+    A bucket holds one matrix, or as many as have no more than ``most_elements``.
+    """
+    found: dict[tuple[object, ...], list[Bucket]] = {}
+    for index, triple in enumerate(zip(params, grads, momentums, strict=True)):
         for views in zip(*(row_blocks(tensor, matrix, split) for tensor in triple), strict=True):
             (param, (count, rows, cols)), (grad, _), (momentum, _) = views
             if param.numel() == 0:
                 continue
             sides = (min(rows, cols), max(rows, cols))
             key = (sides, param.device, param.dtype, grad.dtype, momentum.dtype)
-            bucket = found.setdefault(key, Bucket(sides))
-            bucket.blocks.append(Block(param, grad, momentum, count, rows, cols))
-    return list(found.values())
+            most = max(1, most_elements // (rows * cols)) if most_elements else count
+            for block in _pieces(Block(index, param, grad, momentum, count, rows, cols), most):
+                open_buckets = found.setdefault(key, [Bucket(sides)])
+                if most_elements and open_buckets[-1].batch + block.count > most:
+                    open_buckets.append(Bucket(sides))
+                open_buckets[-1].blocks.append(block)
+    return [bucket for same in found.values() for bucket in same]
 
 
-def pack(bucket: Bucket, X: Tensor, weight: float, nesterov: bool, maximize: bool, eps: float) -> None:
+def _pieces(block: Block, most: int) -> list[Block]:
+    """The block cut along its first dimension into blocks of at most ``most`` matrices, as far as it can be."""
+    if block.count <= most:
+        return [block]
+    length = len(block.param)
+    step = max(1, most * length // block.count)
+    pieces = []
+    for start in range(0, length, step):
+        param, grad, momentum = (tensor[start : start + step] for tensor in block.tensors)
+        count = len(param) * block.count // length
+        pieces.append(replace(block, param=param, grad=grad, momentum=momentum, count=count))
+    return pieces
+
+
+def pack(bucket: Bucket, X: Tensor, weight: float, *, nesterov: bool, maximize: bool, eps: float) -> None:
     """Update the momentum, and write the updates over their norms to X (batch, n', m'), tall ones transposed.
 
     momentum ← weight momentum + (1 - weight) grad; the update is the momentum or, with Nesterov,

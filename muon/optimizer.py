@@ -1,9 +1,9 @@
 """Muon for hidden matrices and AdamW for everything else, in one torch optimizer."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
-from muon import matrices
-from muon.matrices import Bucket, MatrixMode, Split, buckets, row_blocks
+from muon.matrices import MatrixMode, Split, apply, buckets, pack, row_blocks
 from muon.newton_schulz import iterate, operations, pick_dtype, pick_method, uses_triton
 from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
+
+if TYPE_CHECKING:
+    from muon.plan import Plan
 
 AdjustLR: TypeAlias = (
     Literal["original", "match_rms_adamw", "spectral_unclamped"] | Callable[[tuple[int, int]], float] | None
@@ -110,6 +112,7 @@ class Muon(Optimizer):
             "maximize": maximize,
         }
         _check_options(defaults)
+        self._plans: dict[int, tuple[object, Plan]] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,6 +131,7 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A checkpoint of torch.optim.Muon lacks the options that are ours alone.
         super().__setstate__(state)
+        self._plans = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -169,14 +173,34 @@ class Muon(Optimizer):
                 raise RuntimeError("Muon does not support sparse gradients")
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        options = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-        muon(
-            params,
-            grads,
-            [self.state[p]["momentum_buffer"] for p in params],
-            lr=float(group["lr"]),
-            **{name: group[name] for name in (*options, "matrix", "split", "maximize")},
-        )
+        momentums = [self.state[p]["momentum_buffer"] for p in params]
+        scalars = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+        plan = self._plan(group, params, grads, momentums)
+        if plan is not None:
+            plan.step(params, grads, momentums, **scalars)
+        else:
+            muon(params, grads, momentums, **scalars, **_options(group))
+
+    def _plan(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
+    ) -> "Plan | None":
+        """The group's plan, made anew when parameters, gradients' presence or options have changed; None on a CPU."""
+        device = params[0].device
+        if not uses_triton("auto", params[0]) or any(p.device != device for p in params):
+            return None
+        from muon.plan import Plan, suits
+
+        if not suits(*params, *grads, *momentums):
+            return None
+        options = _options(group)
+        tensors = zip(params, grads, momentums, strict=True)
+        key = (tuple((p.shape, p.dtype, g.dtype, m.dtype) for p, g, m in tensors), device, repr(options))
+        slot = next(i for i, other in enumerate(self.param_groups) if other is group)
+        if slot not in self._plans or self._plans[slot][0] != key:
+            steps = schedule(options.pop("ns_coefficients"), options.pop("ns_steps"))
+            factor = functools.partial(lr_factor, options.pop("adjust_lr_fn"))
+            self._plans[slot] = key, Plan(params, grads, momentums, steps, factor, **options)
+        return self._plans[slot][1]
 
     def _adamw_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
@@ -205,6 +229,11 @@ class Muon(Optimizer):
         )
 
 
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    names = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "matrix", "split", "maximize")
+    return {name: group[name] for name in names}
+
+
 def muon(
     params: list[Tensor],
     grads: list[Tensor],
@@ -226,25 +255,13 @@ def muon(
     steps = schedule(ns_coefficients, ns_steps)
     for bucket in buckets(params, grads, momentum_buffers, matrix, split):
         (n, m), param = bucket.sides, bucket.blocks[0].param
-        use_triton = uses_triton("auto", param)
         method = pick_method("auto", steps, n, m, param.device)
-        ops = operations(use_triton)
+        ops = operations(uses_triton("auto", param))
         X = ops.allocate(bucket.batch, n, m, param, pick_dtype(method, param.dtype, param.device))
-        stages = _stages(bucket, use_triton)
-        stages.pack(bucket, X, momentum, nesterov, maximize, eps)
+        pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=eps)
         X = iterate(X, steps, method, ops)
         scale_wide, scale_tall = (-lr * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
-        stages.apply(bucket, X, 1 - lr * weight_decay, scale_wide, scale_tall)
-
-
-def _stages(bucket: Bucket, use_triton: bool) -> ModuleType:
-    """The module whose ``pack`` and ``apply`` suit the bucket."""
-    if use_triton:
-        from muon.kernels import stages
-
-        if stages.suits(bucket):
-            return stages
-    return matrices
+        apply(bucket, X, 1 - lr * weight_decay, scale_wide, scale_tall)
 
 
 def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:

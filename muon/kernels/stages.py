@@ -1,8 +1,9 @@
 """What surrounds the iteration, in Triton: one launch for all matrices of a bucket, every pass at memory speed.
 
-Matrices are reached through a table with one row each: int64 addresses of parameter, gradient and momentum, and whether
-the matrix is tall. A tall matrix is transposed on its way into the (batch, n, m) tensor X and out of it. Sources are
-contiguous (rows, cols) matrices; X may be padded.
+Matrices are reached through two tables with one row each: int64 addresses of parameter, gradient and momentum and
+whether the matrix is tall; and float32 momentum weight, decay and scale. Both lie in device memory, so that a recorded
+CUDA graph sees today's. A tall matrix is transposed on its way into the (batch, n, m) tensor X and out of it. Sources
+are contiguous (rows, cols) matrices; X may be padded.
 
 Torch twins: ``muon.matrices.pack`` and ``muon.matrices.apply``.
 """
@@ -12,14 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muon.kernels.products import ALIGNMENT
-from muon.matrices import Bucket
-
 PARAM: tl.constexpr = tl.constexpr(0)
 GRAD: tl.constexpr = tl.constexpr(1)
 MOMENTUM: tl.constexpr = tl.constexpr(2)
 IS_TALL: tl.constexpr = tl.constexpr(3)
 COLUMNS: tl.constexpr = tl.constexpr(4)
+
+WEIGHT: tl.constexpr = tl.constexpr(0)
+DECAY: tl.constexpr = tl.constexpr(1)
+SCALE: tl.constexpr = tl.constexpr(2)
+SCALARS: tl.constexpr = tl.constexpr(3)
 
 CHUNK = 4096  # elements of a matrix that a program of the momentum kernel takes
 TILE = 64
@@ -33,14 +36,19 @@ def _address(table_ptr, matrix, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, dty
 
 
 @triton.jit
+def _scalar(scalar_ptr, matrix, COLUMN: tl.constexpr):
+    return tl.load(scalar_ptr + matrix * SCALARS + COLUMN)
+
+
+@triton.jit
 def _look_ahead(grad, momentum, weight, NESTEROV: tl.constexpr):
     return grad + weight * (momentum - grad) if NESTEROV else momentum
 
 
 @triton.jit
 def momentum_kernel(
-    table_ptr, partial_ptr,
-    weight, sign,
+    table_ptr, scalar_ptr, partial_ptr,
+    sign,
     size,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,6 +59,7 @@ def momentum_kernel(
     """
     matrix = tl.program_id(1)
     chunk = tl.program_id(0)
+    weight = _scalar(scalar_ptr, matrix, WEIGHT)
     offs = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     grad_ptr = _address(table_ptr, matrix, GRAD, ALIGNED, GRAD_DTYPE)
@@ -92,8 +101,8 @@ def norm_kernel(partial_ptr, norm_ptr, chunks, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_kernel(
-    table_ptr, norm_ptr, x_ptr,
-    weight, sign,
+    table_ptr, scalar_ptr, norm_ptr, x_ptr,
+    sign,
     n, m, stride_xb, stride_xn,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -111,6 +120,7 @@ def pack_kernel(
     update = tl.load(_address(table_ptr, matrix, MOMENTUM, ALIGNED, MOMENTUM_DTYPE) + tile, mask=mask, other=0.0)
     update = update.to(tl.float32)
     if NESTEROV:
+        weight = _scalar(scalar_ptr, matrix, WEIGHT)
         grad = tl.load(_address(table_ptr, matrix, GRAD, ALIGNED, GRAD_DTYPE) + tile, mask=mask, other=0.0)
         update = _look_ahead(sign * grad.to(tl.float32), update, weight, NESTEROV)
     x = update / tl.load(norm_ptr + 2 * matrix) / tl.load(norm_ptr + 2 * matrix + 1)
@@ -125,8 +135,7 @@ def pack_kernel(
 
 @triton.jit
 def apply_kernel(
-    table_ptr, x_ptr,
-    decay, scale_wide, scale_tall,
+    table_ptr, scalar_ptr, x_ptr,
     n, m, stride_xb, stride_xn,
     ALIGNED: tl.constexpr, PARAM_DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -146,58 +155,52 @@ def apply_kernel(
     if is_tall:
         x = tl.load(x_ptr + (col + offs)[:, None].to(tl.int64) * stride_xn + (row + offs)[None, :],
                     mask=tl.trans(mask), other=0.0)  # fmt: skip
-        param = decay * param + scale_tall * tl.trans(x).to(tl.float32)
+        x = tl.trans(x)
     else:
         x = tl.load(x_ptr + (row + offs)[:, None].to(tl.int64) * stride_xn + (col + offs)[None, :],
                     mask=mask, other=0.0)  # fmt: skip
-        param = decay * param + scale_wide * x.to(tl.float32)
+    param = _scalar(scalar_ptr, matrix, DECAY) * param + _scalar(scalar_ptr, matrix, SCALE) * x.to(tl.float32)
     tl.store(param_ptr + tile, param.to(PARAM_DTYPE), mask=mask)
 
 
-def pack(bucket: Bucket, X: Tensor, weight: float, nesterov: bool, maximize: bool, eps: float) -> None:
-    """See ``muon.matrices.pack``. Also leaves the table for ``apply`` in the bucket."""
-    (n, m), batch = bucket.sides, bucket.batch
-    first = bucket.blocks[0]
+def pack(
+    table: Tensor,
+    scalars: Tensor,
+    X: Tensor,
+    sides: tuple[int, int],
+    grad_dtype: torch.dtype,
+    momentum_dtype: torch.dtype,
+    *,
+    aligned: bool,
+    nesterov: bool,
+    maximize: bool,
+    eps: float,
+) -> None:
+    """See ``muon.matrices.pack``. ``aligned``: all addresses and row lengths are multiples of 16 bytes."""
+    (n, m), batch = sides, len(table)
     sign = -1.0 if maximize else 1.0
-    bucket.table = table = _table(bucket)
     chunks = triton.cdiv(n * m, CHUNK)
     partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=X.device)
     norm = torch.empty(batch, 2, dtype=torch.float32, device=X.device)
-    dtypes = {"GRAD_DTYPE": DTYPES[first.grad.dtype], "MOMENTUM_DTYPE": DTYPES[first.momentum.dtype]}
-    common = {"NESTEROV": nesterov, "ALIGNED": bucket.aligned, **dtypes}
-    with torch.cuda.device_of(X):
-        momentum_kernel[(chunks, batch)](table, partial, weight, sign, n * m, BLOCK=CHUNK, num_warps=8, **common)
-        norm_kernel[(batch,)](partial, norm, chunks, eps, BLOCK=1024)
-        pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), batch)](
-            table, norm, X, weight, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **common
-        )
+    common = {
+        "NESTEROV": nesterov,
+        "ALIGNED": aligned,
+        "GRAD_DTYPE": DTYPES[grad_dtype],
+        "MOMENTUM_DTYPE": DTYPES[momentum_dtype],
+    }
+    momentum_kernel[(chunks, batch)](table, scalars, partial, sign, n * m, BLOCK=CHUNK, num_warps=8, **common)
+    norm_kernel[(batch,)](partial, norm, chunks, eps, BLOCK=1024)
+    pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), batch)](
+        table, scalars, norm, X, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **common
+    )
 
 
-def apply(bucket: Bucket, X: Tensor, decay: float, scale_wide: float, scale_tall: float) -> None:
+def apply(
+    table: Tensor, scalars: Tensor, X: Tensor, sides: tuple[int, int], param_dtype: torch.dtype, *, aligned: bool
+) -> None:
     """See ``muon.matrices.apply``."""
-    n, m = bucket.sides
-    with torch.cuda.device_of(X):
-        apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), bucket.batch)](
-            bucket.table, X, decay, scale_wide, scale_tall, n, m, X.stride(0), X.stride(1),
-            ALIGNED=bucket.aligned, PARAM_DTYPE=DTYPES[bucket.blocks[0].param.dtype], TILE=TILE,
-        )  # fmt: skip
-
-
-def suits(bucket: Bucket) -> bool:
-    """Whether these kernels can reach the bucket's matrices: contiguous, of a 16-bit or 32-bit dtype."""
-    return all(tensor.is_contiguous() and tensor.dtype in DTYPES for block in bucket.blocks for tensor in block.tensors)
-
-
-def _table(bucket: Bucket) -> Tensor:
-    """One row a matrix: where it is, and whether it is tall."""
-    rows, aligned = [], True
-    for block in bucket.blocks:
-        size = block.rows * block.cols
-        for i in range(block.count):
-            addresses = [tensor.data_ptr() + i * size * tensor.element_size() for tensor in block.tensors]
-            aligned &= all(address % 16 == 0 for address in addresses)
-            rows.append([*addresses, int(block.rows > block.cols)])
-    bucket.aligned = aligned and all(side % ALIGNMENT == 0 for side in bucket.sides)
-    table = torch.tensor(rows, dtype=torch.int64)
-    device = bucket.blocks[0].param.device
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    n, m = sides
+    apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), len(table))](
+        table, scalars, X, n, m, X.stride(0), X.stride(1),
+        ALIGNED=aligned, PARAM_DTYPE=DTYPES[param_dtype], TILE=TILE,
+    )  # fmt: skip

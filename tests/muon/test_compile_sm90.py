@@ -43,16 +43,15 @@ for dtype in (tl.float32, tl.bfloat16):
         what = f"{dtype} aligned={aligned}:"
         vector = ["ld.global.v4.b32"] if aligned else []
         sizes = ["n", "m", "size", "stride_xb", "stride_xn"] if aligned else []
-        pointers = {"table_ptr": "*i64"}
-        momentum = pointers | {"partial_ptr": "*fp32", "weight": "fp32", "sign": "fp32", "size": "i32"}
+        pointers = {"table_ptr": "*i64", "scalar_ptr": "*fp32"}
         flags = {"NESTEROV": True, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
+        momentum = pointers | {"partial_ptr": "*fp32", "sign": "fp32", "size": "i32"}
         constants = flags | {"BLOCK": stages.CHUNK}
         check("momentum " + what, stages.momentum_kernel, momentum, constants, sizes, vector, num_warps=8)
         places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
-        pack = pointers | {"norm_ptr": "*fp32", "x_ptr": "*fp16", "weight": "fp32", "sign": "fp32"} | places
+        pack = pointers | {"norm_ptr": "*fp32", "x_ptr": "*fp16", "sign": "fp32"} | places
         check("pack " + what, stages.pack_kernel, pack, flags | {"TILE": stages.TILE}, [*sizes, "x_ptr"], vector)
-        scales = dict.fromkeys(("decay", "scale_wide", "scale_tall"), "fp32")
-        apply = pointers | {"x_ptr": "*fp16"} | scales | places
+        apply = pointers | {"x_ptr": "*fp16"} | places
         constants = {"ALIGNED": aligned, "PARAM_DTYPE": dtype, "TILE": stages.TILE}
         check("apply " + what, stages.apply_kernel, apply, constants, [*sizes, "x_ptr"], vector)
 """

@@ -1,0 +1,135 @@
+"""The Muon step of one group of parameters on a GPU: planned once, then replayed as one CUDA graph.
+
+A step is three stages for each bucket: pack (momentum, norm, cast, transposition), iterate, apply. What changes from
+step to step - addresses, learning rate, momentum, weight decay - lies in two small tables in device memory; the rest is
+recorded on the second step, so that a step costs Python two copies and one launch however many layers there are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muon.kernels import stages
+from muon.kernels.products import ALIGNMENT
+from muon.matrices import MatrixMode, Split, buckets
+from muon.newton_schulz import iterate, operations, pick_dtype, pick_method
+from muon.polynomials import Triple
+
+# A bucket's matrices in 16 bits; the iteration takes up to four times that. More layers than fit become more buckets.
+MOST_ELEMENTS = 2**28
+
+
+class PlannedBucket(NamedTuple):
+    """Some rows of the tables, whose matrices have the same sides and dtypes."""
+
+    start: int
+    stop: int
+    sides: tuple[int, int]
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    momentum_dtype: torch.dtype
+
+
+class Plan:
+    """The step of these parameters, gradients and momentums, and of others of the same shapes and dtypes.
+
+    All of them are on one device and suit the kernels (see ``suits``).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momentums: Sequence[Tensor],
+        steps: Sequence[Triple],
+        lr_factor: Callable[[int, int], float],
+        *,
+        nesterov: bool,
+        maximize: bool,
+        eps: float,
+        matrix: MatrixMode,
+        split: Split,
+    ) -> None:
+        self.steps, self.nesterov, self.maximize, self.eps = steps, nesterov, maximize, eps
+        self.device = params[0].device
+        self.buckets: list[PlannedBucket] = []
+        owners: list[int] = []  # of each row: the parameter's index,
+        places: list[list[int]] = []  # where the matrix begins in parameter, gradient and momentum, and if it is tall,
+        factors: list[float] = []  # and the factor of its learning rate
+        for bucket in buckets(params, grads, momentums, matrix, split, MOST_ELEMENTS):
+            start = len(owners)
+            for block in bucket.blocks:
+                first = (block.param.data_ptr() - params[block.index].data_ptr()) // block.param.element_size()
+                for i in range(first, first + block.count * block.rows * block.cols, block.rows * block.cols):
+                    owners.append(block.index)
+                    places.append([*(i * tensor.element_size() for tensor in block.tensors), int(block.is_tall)])
+                    factors.append(lr_factor(block.rows, block.cols))
+            dtypes = (tensor.dtype for tensor in bucket.blocks[0].tensors)
+            self.buckets.append(PlannedBucket(start, len(owners), bucket.sides, *dtypes))
+        self.owners = torch.tensor(owners, dtype=torch.int64)
+        self.places = torch.tensor(places, dtype=torch.int64).view(-1, 4)
+        self.factors = torch.tensor(factors, dtype=torch.float64)
+        self.table = torch.empty(self.places.shape, dtype=torch.int64, device=self.device)
+        self.scalars = torch.empty(len(owners), 3, dtype=torch.float32, device=self.device)
+        self.aligned: bool | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momentums: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+    ) -> None:
+        """Update parameters and momentums in place."""
+        addresses = torch.tensor([[tensor.data_ptr() for tensor in tensors] for tensors in (params, grads, momentums)])
+        table = self.places.clone()
+        table[:, :3] += addresses.mT[self.owners]
+        scalars = torch.empty(self.scalars.shape)
+        scalars[:, 0] = momentum
+        scalars[:, 1] = 1 - lr * weight_decay
+        scalars[:, 2] = -lr * self.factors
+        aligned = bool((table[:, :3] % 16 == 0).all())
+        with torch.cuda.device_of(self.table):
+            self._upload(table, scalars)
+            if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing() and aligned == self.aligned:
+                self._replay()
+            else:  # the first step also compiles; a caller's own graph records the kernels themselves
+                self.aligned, self.graph = aligned, None
+                self._run()
+
+    def _upload(self, table: Tensor, scalars: Tensor) -> None:
+        for target, source in ((self.table, table), (self.scalars, scalars)):
+            self.pinned = source.pin_memory() if target.is_cuda else source
+            target.copy_(self.pinned, non_blocking=True)
+
+    def _replay(self) -> None:
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._run()
+        self.graph.replay()
+
+    def _run(self) -> None:
+        ops = operations(use_triton=True)
+        for start, stop, sides, param_dtype, grad_dtype, momentum_dtype in self.buckets:
+            table, scalars = self.table[start:stop], self.scalars[start:stop]
+            aligned = bool(self.aligned) and all(side % ALIGNMENT == 0 for side in sides)
+            method = pick_method("auto", self.steps, *sides, self.device)
+            X = ops.allocate(stop - start, *sides, table, pick_dtype(method, param_dtype, self.device))
+            stages.pack(
+                table, scalars, X, sides, grad_dtype, momentum_dtype,
+                aligned=aligned, nesterov=self.nesterov, maximize=self.maximize, eps=self.eps,
+            )  # fmt: skip
+            X = iterate(X, self.steps, method, ops)
+            stages.apply(table, scalars, X, sides, param_dtype, aligned=aligned)
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Whether the kernels can reach these: contiguous, of a 16-bit or 32-bit dtype."""
+    return all(tensor.is_contiguous() and tensor.dtype in stages.DTYPES for tensor in tensors)
