@@ -91,13 +91,12 @@ def tiled_backward(
     if grad_lse is not None:
         delta -= grad_lse.reshape(delta.shape)
     lse = lse.reshape(delta.shape)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the weights of a row without keys are exp(-inf) = 0
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks[:, 0]), torch.zeros_like(vs[:, 0])
     for rows, keys, diagonal in visible_tiles(q.shape[1], k.shape[1], window_right):
         q_tile, do_tile, k_tile, v_tile = qs[:, :, rows], dos[:, :, rows], ks[:, 0, keys], vs[:, 0, keys]
         p = _exp_(_product(q_tile, k_tile.mT).sub_(lse[:, :, rows]))
         if diagonal is not None:
-            p.tril_(diagonal)
+            p.tril_(diagonal)  # also where a row without keys has lse = -inf and so p = inf
         dv[:, keys].baddbmm_(p.flatten(1, 2).mT, do_tile.flatten(1, 2))
         ds = _product(do_tile, v_tile.mT).sub_(delta[:, :, rows]).mul_(p)
         dq[:, :, rows] += _product(ds, k_tile)
