@@ -63,8 +63,8 @@ def tiled_forward(
         p = _exp_(s.sub_(anchor))
         rescale = _exp_(m[:, :, rows] - anchor)
         m[:, :, rows] = new_m
-        l[:, :, rows] = l[:, :, rows] * rescale + p.sum(-1, keepdim=True)
-        a[:, :, rows] = a[:, :, rows] * rescale + _product(p, vs[:, 0, keys])
+        l[:, :, rows].mul_(rescale).add_(p.sum(-1, keepdim=True))
+        a[:, :, rows].mul_(rescale).add_(_product(p, vs[:, 0, keys]))
     out = a / l.masked_fill(l == 0, 1)
     return _by_position(out, q), (m + l.log()).view(q.shape[0], q.shape[2], q.shape[1])
 
@@ -91,16 +91,15 @@ def tiled_backward(
     if grad_lse is not None:
         delta -= grad_lse.reshape(delta.shape)
     lse = lse.reshape(delta.shape)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the weights of a row without keys are exp(-inf) = 0
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks[:, 0]), torch.zeros_like(vs[:, 0])
     for rows, keys, diagonal in visible_tiles(q.shape[1], k.shape[1], window_right):
         q_tile, do_tile, k_tile, v_tile = qs[:, :, rows], dos[:, :, rows], ks[:, 0, keys], vs[:, 0, keys]
         p = _exp_(_product(q_tile, k_tile.mT).sub_(lse[:, :, rows]))
         if diagonal is not None:
-            p.tril_(diagonal)
+            p.tril_(diagonal)  # also where a row without keys has lse = -inf and so p = inf
         dv[:, keys].baddbmm_(p.flatten(1, 2).mT, do_tile.flatten(1, 2))
         ds = _product(do_tile, v_tile.mT).sub_(delta[:, :, rows]).mul_(p)
-        dq[:, :, rows] += _product(ds, k_tile)
+        dq[:, :, rows].add_(_product(ds, k_tile))
         dk[:, keys].baddbmm_(ds.flatten(1, 2).mT, q_tile.flatten(1, 2))
     return _by_position(dq * scale, q), _by_position(dk[:, None], k), _by_position(dv[:, None], v)
 
@@ -138,4 +137,4 @@ def _by_position(x: Tensor, like: Tensor) -> Tensor:
     """The way back, to the batch, positions, heads and dtype of `like`."""
     batch, seqlen, heads, _ = like.shape
     x = x.view(batch, heads, seqlen, x.shape[-1]).transpose(1, 2)
-    return x.to(like.dtype, memory_format=torch.contiguous_format, copy=True).contiguous()
+    return x.to(like.dtype).clone(memory_format=torch.contiguous_format)

@@ -54,9 +54,9 @@ def _grad_kv_tile(
     q = load_tile(q_ptr + head * stride_qh, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
     do_ptr += head * stride_doh
     do = load_tile(do_ptr, start_m, seqlen_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, UPCAST)
-    # Queries past the end get weight exp(-inf) = 0.
+    # Queries past the end read as zeros, gradient included, and so add nothing.
     row = head * seqlen_q
-    unit_lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seqlen_q, other=float("inf")) * (LOG2_E if EXP2 else 1.0)
+    unit_lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0) * (LOG2_E if EXP2 else 1.0)
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
     scores_t = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
     p_t = exponential(scores_t * unit_scale - unit_lse[None, :], EXP2)
@@ -114,7 +114,7 @@ def _grad_q_kernel(
     tl.store(delta_ptr + row + offs_m, delta, mask=mask_m)
 
     q = load_tile(q_ptr, start_m, seqlen_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, UPCAST)
-    unit_lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf")) * (LOG2_E if EXP2 else 1.0)
+    unit_lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=0.0) * (LOG2_E if EXP2 else 1.0)
     unit_scale = scale * (LOG2_E if EXP2 else 1.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start_n in tl.range(0, full_end, BLOCK_N):
@@ -218,7 +218,7 @@ def backward(
     tiles = choose_tiles(q, v)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_out.stride())
     shape = {"D": head_dim, "DV": head_dim_v, "BLOCK_D": padded_width(head_dim), "BLOCK_DV": padded_width(head_dim_v)}
-    mask = {"BOUND_RIGHT": window_right is not None, "UPCAST": interpreted(_grad_q_kernel)}
+    options = {"BOUND_RIGHT": window_right is not None, "UPCAST": interpreted(_grad_q_kernel), "enable_fp_fusion": True}
     with on_device_of(q):
         if dq.numel() > 0:
             tile = tiles.backward_q
@@ -227,7 +227,7 @@ def backward(
                 q, k, v, out, grad_out, lse, grad_lse, delta, dq, *strides,
                 heads_q, heads_q // heads_k, seqlen_q, seqlen_k, window_right or 0, num_tiles, scale,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
-                **shape, **mask,
+                **shape, **options,
             )  # fmt: skip
         if dk.numel() > 0:
             tile = tiles.backward_kv
@@ -236,6 +236,6 @@ def backward(
                 q, k, v, grad_out, lse, delta, dk, dv, *strides,
                 heads_k, heads_q // heads_k, seqlen_q, seqlen_k, window_right or 0, num_tiles, scale,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
-                **shape, **mask,
+                **shape, **options,
             )  # fmt: skip
     return dq, dk, dv

@@ -119,5 +119,6 @@ def forward(
             D=head_dim, DV=head_dim_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded_width(head_dim),
             BLOCK_DV=padded_width(head_dim_v), BOUND_RIGHT=window_right is not None,
             UPCAST=interpreted(_forward_kernel), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse

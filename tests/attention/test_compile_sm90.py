@@ -43,7 +43,7 @@ def ptx(kernel, tile, head_dim, pointer, causal):
         if aligned and name not in constants:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= 227 * 1024, f"{compiled.metadata.shared} bytes of shared memory"
     return compiled.asm["ptx"]
