@@ -21,6 +21,7 @@ from muon.polynomials import KELLER_JORDAN, Coefficients, Triple, schedule
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Backend: TypeAlias = Literal["auto", "torch", "triton"]
+Iteration: TypeAlias = Literal["standard", "gram", "small"]
 
 
 class MatrixOperations(Protocol):
@@ -28,6 +29,10 @@ class MatrixOperations(Protocol):
 
     def allocate(self, batch: int, n: int, m: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """A (batch, n', m') tensor with n' >= n and m' >= m, zero where it is padding."""
+        ...
+
+    def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
+        """X = each matrix of G (batch, rows, cols) over its norm, transposed if it is tall."""
         ...
 
     def gram(self, X: Tensor) -> Tensor:
@@ -48,6 +53,10 @@ class TorchOperations:
 
     def allocate(self, batch: int, n: int, m: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         return like.new_empty(batch, n, m, dtype=dtype)
+
+    def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
+        wide = G.mT if G.shape[1] > G.shape[2] else G
+        X[:, : wide.shape[1], : wide.shape[2]].copy_(normalize(wide, eps))
 
     def gram(self, X: Tensor) -> Tensor:
         return X @ X.mT
@@ -81,7 +90,7 @@ def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) ->
 
     Source: Dao-AILab/gram-newton-schulz, https://github.com/Dao-AILab/gram-newton-schulz
     """
-    for segment in _segments(steps):
+    for segment in segments(steps):
         R = ops.gram(X)
         Q, q = _gram_segment(R, segment, ops)
         X = ops.update(Q, X, q)
@@ -94,16 +103,22 @@ def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) ->
 RESTART_GROWTH = 48.0
 
 
-def _segments(steps: Sequence[Triple]) -> list[list[Triple]]:
-    segments: list[list[Triple]] = []
+# Restarts are cheap in the kernel for small matrices, and small matrices need them more.
+SMALL_RESTART_GROWTH = 20.0
+LARGEST_SMALL_SIDE = 128
+
+
+def segments(steps: Sequence[Triple], most_growth: float = RESTART_GROWTH) -> list[list[Triple]]:
+    """The steps cut where the Gram iteration restarts."""
+    found: list[list[Triple]] = []
     growth = float("inf")
     for triple in steps:
         growth *= triple[0]
-        if growth > RESTART_GROWTH:
-            segments.append([])
+        if growth > most_growth:
+            found.append([])
             growth = triple[0]
-        segments[-1].append(triple)
-    return segments
+        found[-1].append(triple)
+    return found
 
 
 def _gram_segment(R: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> tuple[Tensor, float]:
@@ -141,7 +156,7 @@ def orthogonalize(
         ns_steps: number of steps.
         eps: smallest norm to divide by, after ``G`` has been divided by its largest magnitude.
         method: ``"standard"`` multiplies X at every step; ``"gram"`` iterates on the smaller XXᵀ, cheaper the longer
-            the matrix; ``"auto"`` is the cheaper one on a GPU and ``"standard"`` on a CPU.
+            the matrix; ``"auto"`` is the cheaper one with Triton and ``"standard"`` without.
         dtype: of the iteration. Default: on a CPU float32, or float64 for float64 input; elsewhere bfloat16 for
             ``"standard"`` and float16 for ``"gram"``, which bfloat16 is too coarse for.
         backend: ``"triton"`` (GPU), ``"torch"`` (anywhere), or ``"auto"``: Triton for CUDA tensors where installed.
@@ -178,35 +193,54 @@ def orthogonalize(
     flat = G.reshape(-1, rows, cols)
     lying = flat.mT if rows > cols else flat
     batch, n, m = lying.shape
-    method = pick_method(method, steps, n, m, lying.device)
-    dtype = dtype or pick_dtype(method, G.dtype, G.device)
-    ops = operations(use_triton)
-    X = ops.allocate(batch, n, m, G, dtype)
-    X[:, :n, :m].copy_(normalize(lying, eps))
-    X = iterate(X, steps, method, ops)[:, :n, :m]
+    iteration = pick_iteration(method, steps, n, m, dtype, use_triton)
+    dtype = dtype or pick_dtype(iteration, G.dtype, G.device)
+    if iteration == "small":
+        X = _small_iteration(lying, steps, dtype, eps)
+    else:
+        ops = operations(use_triton)
+        X = ops.allocate(batch, n, m, G, dtype)
+        ops.normalize(flat, X, eps)
+        X = iterate(X, steps, iteration, ops)[:, :n, :m]
     return (X.mT if rows > cols else X).to(G.dtype).reshape(G.shape)
 
 
-def iterate(X: Tensor, steps: Sequence[Triple], method: Method, ops: MatrixOperations) -> Tensor:
+def iterate(X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: MatrixOperations) -> Tensor:
     """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1."""
-    return gram_iteration(X, steps, ops) if method == "gram" else standard_iteration(X, steps, ops)
+    if iteration == "small":
+        return _small_iteration(X, steps, X.dtype, eps=0.0)
+    return gram_iteration(X, steps, ops) if iteration == "gram" else standard_iteration(X, steps, ops)
 
 
-def pick_method(method: Method, steps: Sequence[Triple], n: int, m: int, device: torch.device) -> Method:
-    """What ``"auto"`` stands for: on a GPU whatever does fewer operations, counting symmetric products as half."""
-    if method != "auto" or device.type == "cpu":
-        return "standard" if method == "auto" else method
+def _small_iteration(G: Tensor, steps: Sequence[Triple], dtype: torch.dtype, eps: float) -> Tensor:
+    from muon.kernels.small import orthogonalize_small
+
+    return orthogonalize_small(G, segments(steps, SMALL_RESTART_GROWTH), eps, dtype)
+
+
+def pick_iteration(
+    method: Method, steps: Sequence[Triple], n: int, m: int, dtype: torch.dtype | None, use_triton: bool
+) -> Iteration:
+    """The iteration that a method means for (n, m) matrices.
+
+    ``"auto"`` is what does fewer operations, symmetric products counted as half, on Triton's kernels, and the standard
+    iteration elsewhere. A Gram iteration of small matrices has a kernel of its own.
+    """
+    if use_triton and method != "standard" and n <= LARGEST_SMALL_SIDE and steps and dtype in (None, torch.float16):
+        return "small"
+    if method != "auto":
+        return method
     ratio = m / n  # costs are in units of n³ multiply-adds
     standard = len(steps) * (3 * ratio + 1)
-    gram = sum(3 * ratio + 4 * len(segment) - 3 for segment in _segments(steps))
-    return "gram" if gram < 0.9 * standard else "standard"
+    gram = sum(3 * ratio + 4 * len(segment) - 3 for segment in segments(steps))
+    return "gram" if use_triton and gram < 0.9 * standard else "standard"
 
 
-def pick_dtype(method: Method, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The default dtype of an iteration."""
+def pick_dtype(iteration: Iteration, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The default dtype of an iteration: bfloat16 is too coarse for a Gram matrix."""
     if device.type == "cpu":
         return torch.promote_types(dtype, torch.float32)
-    return torch.float16 if method == "gram" else torch.bfloat16
+    return torch.bfloat16 if iteration == "standard" else torch.float16
 
 
 def operations(use_triton: bool) -> MatrixOperations:

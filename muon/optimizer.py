@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
 from muon.matrices import MatrixMode, Split, apply, buckets, pack, row_blocks
-from muon.newton_schulz import iterate, operations, pick_dtype, pick_method, uses_triton
+from muon.newton_schulz import iterate, operations, pick_dtype, pick_iteration, uses_triton
 from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
 
 if TYPE_CHECKING:
@@ -255,11 +255,12 @@ def muon(
     steps = schedule(ns_coefficients, ns_steps)
     for bucket in buckets(params, grads, momentum_buffers, matrix, split):
         (n, m), param = bucket.sides, bucket.blocks[0].param
-        method = pick_method("auto", steps, n, m, param.device)
-        ops = operations(uses_triton("auto", param))
-        X = ops.allocate(bucket.batch, n, m, param, pick_dtype(method, param.dtype, param.device))
+        use_triton = uses_triton("auto", param)
+        iteration = pick_iteration("auto", steps, n, m, None, use_triton)
+        ops = operations(use_triton)
+        X = ops.allocate(bucket.batch, n, m, param, pick_dtype(iteration, param.dtype, param.device))
         pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=eps)
-        X = iterate(X, steps, method, ops)
+        X = iterate(X, steps, iteration, ops)
         scale_wide, scale_tall = (-lr * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
         apply(bucket, X, 1 - lr * weight_decay, scale_wide, scale_tall)
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from muon.kernels import stages
-from muon.kernels.products import ALIGNMENT
 from muon.matrices import MatrixMode, Split, buckets
-from muon.newton_schulz import iterate, operations, pick_dtype, pick_method
+from muon.newton_schulz import iterate, operations, pick_dtype, pick_iteration
 from muon.polynomials import Triple
 
 # A bucket's matrices in 16 bits; the iteration takes up to four times that. More layers than fit become more buckets.
@@ -119,14 +118,14 @@ class Plan:
         ops = operations(use_triton=True)
         for start, stop, sides, param_dtype, grad_dtype, momentum_dtype in self.buckets:
             table, scalars = self.table[start:stop], self.scalars[start:stop]
-            aligned = bool(self.aligned) and all(side % ALIGNMENT == 0 for side in sides)
-            method = pick_method("auto", self.steps, *sides, self.device)
-            X = ops.allocate(stop - start, *sides, table, pick_dtype(method, param_dtype, self.device))
+            aligned = bool(self.aligned) and all(side % stages.ALIGNMENT == 0 for side in sides)
+            iteration = pick_iteration("auto", self.steps, *sides, None, use_triton=self.device.type == "cuda")
+            X = ops.allocate(stop - start, *sides, table, pick_dtype(iteration, param_dtype, self.device))
             stages.pack(
                 table, scalars, X, sides, grad_dtype, momentum_dtype,
                 aligned=aligned, nesterov=self.nesterov, maximize=self.maximize, eps=self.eps,
             )  # fmt: skip
-            X = iterate(X, self.steps, method, ops)
+            X = iterate(X, self.steps, iteration, ops)
             stages.apply(table, scalars, X, sides, param_dtype, aligned=aligned)
 
 

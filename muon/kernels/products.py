@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # elements: 16 bytes at least, and what Triton specialises sizes on
+from muon.kernels import stages
+from muon.kernels.stages import ALIGNMENT
+from muon.newton_schulz import TorchOperations
 
 
 @triton.jit
@@ -118,6 +120,12 @@ class TritonOperations:
         padded_n, padded_m = _round_up(n), _round_up(m)
         new = like.new_empty if (n, m) == (padded_n, padded_m) else like.new_zeros
         return new((batch, padded_n, padded_m), dtype=dtype)
+
+    def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
+        if G.is_contiguous() and G.dtype in stages.DTYPES:
+            stages.normalize(G, X, eps)
+        else:
+            TorchOperations().normalize(G, X, eps)
 
     def gram(self, X: Tensor) -> Tensor:
         return _symmetric_product(X, X, 1.0)

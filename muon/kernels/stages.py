@@ -24,6 +24,7 @@ DECAY: tl.constexpr = tl.constexpr(1)
 SCALE: tl.constexpr = tl.constexpr(2)
 SCALARS: tl.constexpr = tl.constexpr(3)
 
+ALIGNMENT = 16  # elements: 16 bytes at least, and what Triton specialises sizes on
 CHUNK = 4096  # elements of a matrix that a program of the momentum kernel takes
 TILE = 64
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -50,25 +51,27 @@ def momentum_kernel(
     table_ptr, scalar_ptr, partial_ptr,
     sign,
     size,
-    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_GRAD: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """momentum ← weight momentum + (1 - weight) sign grad, in place, and partial norms of the update.
 
+    Without a gradient the momentum is the update and stays as it is.
     A partial norm is (largest magnitude, sum of squares over its square), so that nothing overflows or vanishes.
     """
     matrix = tl.program_id(1)
     chunk = tl.program_id(0)
-    weight = _scalar(scalar_ptr, matrix, WEIGHT)
     offs = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
-    grad_ptr = _address(table_ptr, matrix, GRAD, ALIGNED, GRAD_DTYPE)
     momentum_ptr = _address(table_ptr, matrix, MOMENTUM, ALIGNED, MOMENTUM_DTYPE)
-    grad = sign * tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)  # (BLOCK,)
-    momentum = tl.load(momentum_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    momentum = (momentum + (1 - weight) * (grad - momentum)).to(MOMENTUM_DTYPE)
-    tl.store(momentum_ptr + offs, momentum, mask=mask)
-    update = _look_ahead(grad, momentum.to(tl.float32), weight, NESTEROV)
+    update = tl.load(momentum_ptr + offs, mask=mask, other=0.0).to(tl.float32)  # (BLOCK,)
+    if HAS_GRAD:
+        weight = _scalar(scalar_ptr, matrix, WEIGHT)
+        grad_ptr = _address(table_ptr, matrix, GRAD, ALIGNED, GRAD_DTYPE)
+        grad = sign * tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        momentum = (update + (1 - weight) * (grad - update)).to(MOMENTUM_DTYPE)
+        tl.store(momentum_ptr + offs, momentum, mask=mask)
+        update = _look_ahead(grad, momentum.to(tl.float32), weight, NESTEROV)
     largest = tl.max(tl.abs(update), 0)
     scaled = update / tl.where(largest == 0.0, 1.0, largest)
     partial_ptr += (matrix.to(tl.int64) * tl.num_programs(0) + chunk) * 2
@@ -177,21 +180,37 @@ def pack(
     eps: float,
 ) -> None:
     """See ``muon.matrices.pack``. ``aligned``: all addresses and row lengths are multiples of 16 bytes."""
-    (n, m), batch = sides, len(table)
     sign = -1.0 if maximize else 1.0
+    dtypes = {"GRAD_DTYPE": DTYPES[grad_dtype], "MOMENTUM_DTYPE": DTYPES[momentum_dtype]}
+    _pack(table, scalars, X, sides, eps, sign, HAS_GRAD=True, NESTEROV=nesterov, ALIGNED=aligned, **dtypes)
+
+
+def normalize(G: Tensor, X: Tensor, eps: float) -> None:
+    """X (batch, n', m') = each matrix of a contiguous G (batch, rows, cols) over its norm, transposed if it is tall."""
+    batch, rows, cols = G.shape
+    size = rows * cols * G.element_size()
+    first, dtype = G.data_ptr(), DTYPES[G.dtype]
+    address = torch.arange(first, first + batch * size, size, device=G.device)
+    table = torch.stack([address, address, address, torch.full_like(address, rows > cols)], dim=1)
+    aligned = first % 16 == 0 and rows % ALIGNMENT == 0 and cols % ALIGNMENT == 0
+    sides = (min(rows, cols), max(rows, cols))
+    flags = {"HAS_GRAD": False, "NESTEROV": False, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
+    with torch.cuda.device_of(G):
+        _pack(table, table, X, sides, eps, 1.0, **flags)
+
+
+def _pack(
+    table: Tensor, scalars: Tensor, X: Tensor, sides: tuple[int, int], eps: float, sign: float, **flags: object
+) -> None:
+    (n, m), batch = sides, len(table)
     chunks = triton.cdiv(n * m, CHUNK)
     partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=X.device)
     norm = torch.empty(batch, 2, dtype=torch.float32, device=X.device)
-    common = {
-        "NESTEROV": nesterov,
-        "ALIGNED": aligned,
-        "GRAD_DTYPE": DTYPES[grad_dtype],
-        "MOMENTUM_DTYPE": DTYPES[momentum_dtype],
-    }
-    momentum_kernel[(chunks, batch)](table, scalars, partial, sign, n * m, BLOCK=CHUNK, num_warps=8, **common)
+    momentum_kernel[(chunks, batch)](table, scalars, partial, sign, n * m, BLOCK=CHUNK, num_warps=8, **flags)
     norm_kernel[(batch,)](partial, norm, chunks, eps, BLOCK=1024)
+    del flags["HAS_GRAD"]
     pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), batch)](
-        table, scalars, norm, X, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **common
+        table, scalars, norm, X, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **flags
     )
 
 

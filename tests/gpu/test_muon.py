@@ -49,6 +49,18 @@ def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
     assert error(orthogonalize(G, preset, method="gram"), expected) <= plain
 
 
+@pytest.mark.parametrize("preset", ["keller_jordan", "quintic", "polar_express", "converged"])
+@pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("size", [(64, 768), (768, 64), (128, 128), (100, 33), (16, 16)], ids=str)
+def test_small_matrices_are_no_worse_than_torch_in_bfloat16(size, kind, preset):
+    G = spectrum(kind, 64, *size, torch.Generator("cuda").manual_seed(0), "cuda").float()
+    expected = truth(G, preset)
+    plain = error(plain_newton_schulz(G, schedule(preset, 5), torch.bfloat16), expected)
+    first = orthogonalize(G, preset)
+    assert error(first, expected) <= plain
+    assert all(torch.equal(orthogonalize(G, preset), first) for _ in range(5))  # threads read what others wrote
+
+
 @pytest.mark.parametrize("kind", SPECTRA)
 def test_the_backends_agree_on_hard_spectra(kind):
     generator = torch.Generator("cuda").manual_seed(0)

@@ -7,7 +7,7 @@ SCRIPT = """
 import torch
 import triton.language as tl
 from helpers.sm90 import compile_kernel
-from muon.kernels import products, stages
+from muon.kernels import products, small, stages
 
 
 def check(what, kernel, signature, constants, aligned, expected, **options):
@@ -38,6 +38,17 @@ for dtype, torch_dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("
     constants = {"BLOCK_N": block, "BLOCK_M": block, "BLOCK_K": block_k, "GROUP": 8, "UPCAST": False}
     check(f"update {dtype}:", products.update_kernel, signature, constants, ["n", "m"], expected, **options)
 
+for block_n, contiguous in ((16, "stride_gm"), (64, "stride_gm"), (64, "stride_gn"), (128, "stride_gm")):
+    signature = {"g_ptr": "*bf16", "out_ptr": "*bf16", "coefficients": ("fp32",) * 15, "eps": "fp32"}
+    strides = {f"stride_{name}": "i32" for name in ("gb", "gn", "gm", "ob", "on")}
+    signature |= {"n": "i32", "m": "i32"} | {name: type for name, type in strides.items() if name != contiguous}
+    constants = {contiguous: 1, "stride_om": 1, "STEPS": 5, "RESTARTS": 0b10101, "COMPUTE_DTYPE": tl.float16}
+    constants |= {"BLOCK_N": block_n, "BLOCK_M": small.BLOCK_M}
+    aligned = ["g_ptr", "out_ptr", "n", "m", *strides]
+    expected = ["wgmma.mma_async" if block_n >= 64 else "mma.sync"]
+    options = {"num_warps": 4 if block_n <= 64 else 8}
+    check(f"small {block_n} {contiguous}:", small.small_kernel, signature, constants, aligned, expected, **options)
+
 for dtype in (tl.float32, tl.bfloat16):
     for aligned in (True, False):
         what = f"{dtype} aligned={aligned}:"
@@ -46,7 +57,7 @@ for dtype in (tl.float32, tl.bfloat16):
         pointers = {"table_ptr": "*i64", "scalar_ptr": "*fp32"}
         flags = {"NESTEROV": True, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
         momentum = pointers | {"partial_ptr": "*fp32", "sign": "fp32", "size": "i32"}
-        constants = flags | {"BLOCK": stages.CHUNK}
+        constants = flags | {"BLOCK": stages.CHUNK, "HAS_GRAD": True}
         check("momentum " + what, stages.momentum_kernel, momentum, constants, sizes, vector, num_warps=8)
         places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
         pack = pointers | {"norm_ptr": "*fp32", "x_ptr": "*fp16", "sign": "fp32"} | places
@@ -60,5 +71,5 @@ for dtype in (tl.float32, tl.bfloat16):
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 27
+    assert len(lines) == 31
     assert [line for line in lines if not line.endswith(" ok")] == []

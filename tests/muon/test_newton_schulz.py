@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muon import PRESETS, orthogonalize
+from muon.newton_schulz import pick_iteration
 from muon.polynomials import KELLER_JORDAN, schedule
 
 FLOOR = 1e-6
@@ -71,28 +72,48 @@ def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
     assert error(result, expected) <= error(plain_newton_schulz(G, schedule(preset, 5), torch.bfloat16), expected)
 
 
-@settings(max_examples=12)
+@settings(max_examples=16)
 @given(
     batch=st.integers(1, 3),
     rows=st.integers(1, 150),
     cols=st.integers(1, 80),
     kind=st.sampled_from(SPECTRA),
     preset=st.sampled_from(["keller_jordan", "polar_express"]),
-    method=st.sampled_from(["standard", "gram"]),
+    method=st.sampled_from(["standard", "gram", "small"]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 2**31),
 )
 @example(2, 150, 33, "gaussian", "keller_jordan", "standard", torch.float32, 0)
 @example(1, 20, 80, "log-spaced", "polar_express", "gram", torch.float16, 0)
+@example(2, 65, 130, "log-spaced", "polar_express", "small", torch.float16, 0)
+@example(2, 130, 33, "low rank", "keller_jordan", "small", torch.float16, 0)
 @pytest.mark.usefixtures("uninitialized_memory_is_nan")
 def test_triton_backend_is_the_polynomial_of_the_singular_values(batch, rows, cols, kind, preset, method, dtype, seed):
     pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     G = spectrum(kind, batch, rows, cols, torch.Generator().manual_seed(seed)).float().to(device)
     expected = truth(G, preset)
-    result = orthogonalize(G, preset, method=method, dtype=dtype, backend="triton")
-    twin = orthogonalize(G, preset, method=method, dtype=dtype, backend="torch")
+    twin_method = "gram" if method == "small" else method
+    with pytest.MonkeyPatch.context() as patch:
+        # The kernel for small matrices takes over the Gram iteration in float16.
+        patch.setattr("muon.newton_schulz.LARGEST_SMALL_SIDE", 128 if method == "small" else 0)
+        result = orthogonalize(G, preset, method=twin_method, dtype=dtype, backend="triton")
+    twin = orthogonalize(G, preset, method=twin_method, dtype=dtype, backend="torch")
     assert error(result, expected) <= 2 * error(twin, expected) + FLOOR
+
+
+def test_what_auto_means():
+    steps = schedule("keller_jordan", 5)
+
+    def picked(n, m, dtype=None, use_triton=True, method="auto"):
+        return pick_iteration(method, steps, n, m, dtype, use_triton)
+
+    assert picked(64, 768) == picked(128, 128) == "small"
+    assert picked(129, 129) == picked(768, 768) == "standard"
+    assert picked(768, 3072) == picked(1408, 2048) == "gram"
+    assert picked(64, 768, use_triton=False) == picked(768, 3072, use_triton=False) == "standard"
+    assert picked(64, 768, torch.float32) == picked(64, 768, method="gram", use_triton=False) == "gram"
+    assert picked(64, 768, method="standard") == "standard"
 
 
 @settings(max_examples=25)
@@ -151,21 +172,27 @@ def test_extreme_magnitudes(magnitude):
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_bad_matrix_spoils_itself_only(bad, backend, method):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_bad_matrix_spoils_itself_only(bad, backend, method, dtype):
     if backend == "triton":
         pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     G = torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(0)).to(device)
-    clean = orthogonalize(G, method=method, backend=backend, dtype=torch.float32)
+    clean = orthogonalize(G, method=method, backend=backend, dtype=dtype)
     G[1, 3, 4] = bad
-    result = orthogonalize(G, method=method, backend=backend, dtype=torch.float32)
+    result = orthogonalize(G, method=method, backend=backend, dtype=dtype)
     assert torch.equal(result[[0, 2]], clean[[0, 2]])
     assert result[1].isnan().all()
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_zeros_give_zeros(method):
-    assert torch.equal(orthogonalize(torch.zeros(2, 5, 7), method=method), torch.zeros(2, 5, 7))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_zeros_give_zeros(method, dtype, backend):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    zeros = torch.zeros(2, 5, 7, device="cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+    assert torch.equal(orthogonalize(zeros, method=method, dtype=dtype, backend=backend), zeros)
 
 
 @pytest.mark.parametrize(
