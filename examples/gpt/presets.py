@@ -31,7 +31,7 @@ PRESETS = {
     "cpu": Preset(  # two minutes on two cores
         layers=4, heads=4, width=128, vocab_size=256,
         context=128, batch=16, steps=800, warmup=20, decay=400,
-        muon_lr=0.02, adamw_lr=4e-3, embedding_lr=4e-3, weight_decay=0.1,
+        muon_lr=0.02, adamw_lr=4e-3, embedding_lr=1e-2, weight_decay=0.1,
         dtype="float32", compile=False,
         log_every=10, eval_every=100, eval_batches=8,
     ),
