@@ -98,11 +98,14 @@ def model_shape(preset: Preset, attention: str) -> dict[str, Any]:
 
 
 def make_optimizer(model: nn.Module, preset: Preset, name: str) -> torch.optim.Optimizer:
-    """The hidden matrices go to Muon or to AdamW; everything else to the same AdamW in both cases."""
+    """The hidden matrices go to Muon or to AdamW; everything else to the same AdamW in both cases.
+
+    Queries, keys and values share one weight but are three matrices to Muon.
+    """
     lr = preset.muon_lr if name == "muon" else preset.adamw_lr
     matrices = {"lr": lr, "weight_decay": preset.weight_decay}
     rest = {"lr": preset.embedding_lr, "weight_decay": 0.0, "betas": (0.9, 0.95)}
-    groups = param_groups(model, muon=matrices, adamw=rest)
+    groups = param_groups(model, muon=matrices, adamw=rest, overrides={"*.qkv.weight": {"split": 3}})
     if name == "muon":
         return Muon(groups)
     plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]

@@ -66,14 +66,13 @@ class GPT(nn.Module):
         self.context = context
         self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
-        self.head = nn.Linear(width, vocab_size, bias=False)
-        nn.init.zeros_(self.head.weight)  # every token equally likely: the loss starts at log V
+        nn.init.normal_(self.embedding.weight, std=0.02)  # small: it is the head too, and the loss starts near log V
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = norm(self.embedding(tokens))  # (B, S, width)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(norm(x))  # (B, S, V)
+        logits = F.linear(norm(x), self.embedding.weight)  # (B, S, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

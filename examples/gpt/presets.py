@@ -30,10 +30,10 @@ class Preset:
 PRESETS = {
     "cpu": Preset(  # two minutes on two cores
         layers=4, heads=4, width=128, vocab_size=256,
-        context=128, batch=16, steps=800, warmup=20, decay=400,
-        muon_lr=0.02, adamw_lr=4e-3, embedding_lr=4e-3, weight_decay=0.1,
+        context=128, batch=16, steps=700, warmup=20, decay=350,
+        muon_lr=0.02, adamw_lr=4e-3, embedding_lr=1e-2, weight_decay=0.1,
         dtype="float32", compile=False,
-        log_every=10, eval_every=100, eval_batches=8,
+        log_every=10, eval_every=100, eval_batches=16,
     ),
     "gpt2-124m": Preset(  # GPT-2 small's shape; needs a GPU
         layers=12, heads=12, width=768, vocab_size=50304,
