@@ -208,14 +208,14 @@ def orthogonalize(
 def iterate(X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: MatrixOperations) -> Tensor:
     """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1."""
     if iteration == "small":
-        return _small_iteration(X, steps, X.dtype, eps=0.0)
+        return _small_iteration(X, steps, X.dtype, eps=None)
     return gram_iteration(X, steps, ops) if iteration == "gram" else standard_iteration(X, steps, ops)
 
 
-def _small_iteration(G: Tensor, steps: Sequence[Triple], dtype: torch.dtype, eps: float) -> Tensor:
+def _small_iteration(G: Tensor, steps: Sequence[Triple], dtype: torch.dtype, eps: float | None) -> Tensor:
     from muon.kernels.small import orthogonalize_small
 
-    return orthogonalize_small(G, segments(steps, SMALL_RESTART_GROWTH), eps, dtype)
+    return orthogonalize_small(G, segments(steps, SMALL_RESTART_GROWTH), dtype, eps)
 
 
 def pick_iteration(

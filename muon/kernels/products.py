@@ -23,24 +23,45 @@ from muon.newton_schulz import TorchOperations
 
 
 @triton.jit
+def _triangle(t):
+    """Row and column of the t-th entry of a lower triangle, counted row by row: i (i + 1) / 2 + j = t."""
+    i = ((tl.sqrt(8.0 * t.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > t, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
+    return i, t - i * (i + 1) // 2
+
+
+@triton.jit
+def _triangle_tile(t, side, GROUP: tl.constexpr):
+    """The t-th tile of a lower triangle of ``side`` rows, in bands of GROUP rows, a band column by column.
+
+    Programs that run together then share rows and columns, which they find in the L2 cache.
+    """
+    i, _ = _triangle(t)
+    top = i // GROUP * GROUP
+    height = tl.minimum(GROUP, side - top)
+    rest = t - top * (top + 1) // 2
+    in_square = rest < top * height  # left of the band's own triangle
+    a, b = _triangle(tl.maximum(rest - top * height, 0))
+    return top + tl.where(in_square, rest % height, a), tl.where(in_square, rest // height, top + b)
+
+
+@triton.jit
 def symmetric_product_kernel(
     a_desc, b_desc, c_desc, d_desc, out_desc,
     alpha, beta, gamma,
-    k,
-    TERMS: tl.constexpr, SYMMETRIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    n, k,
+    TERMS: tl.constexpr, SYMMETRIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out = alpha A Bᵀ + beta C + gamma D, known to be symmetric; A, B (batch, n, k), the others (batch, n, n).
 
     C and D count as far as there are TERMS. SYMMETRIZE makes tiles on the diagonal symmetric to the bit; when B is A
     they come out so by themselves.
     """
-    # Tile t of the lower triangle, row by row, is (i, j) with i (i + 1) / 2 + j = t.
-    t = tl.program_id(0)
-    i = ((tl.sqrt(8.0 * t.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > t, i - 1, i)
-    i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
+    i, j = _triangle_tile(tl.program_id(0), tl.cdiv(n, BLOCK_N), GROUP)
     row = i * BLOCK_N
-    col = (t - i * (i + 1) // 2) * BLOCK_N
+    col = j * BLOCK_N
     batch = tl.program_id(1)
 
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
@@ -99,18 +120,31 @@ def update_kernel(
 
 
 class Config(NamedTuple):
-    """Sides of a tile (block × block, or × block_m in an update), its depth, warps and pipeline stages."""
+    """Rows, columns and depth of a tile, warps and pipeline stages."""
 
-    block: int
+    block_n: int
+    block_m: int
     block_k: int
     num_warps: int
     num_stages: int
 
 
-def _config(dtype: torch.dtype) -> Config:
-    # 128 × 128 on four warps leaves room for two programs an SM, so that one's epilogue overlaps the other's products:
-    # faster on an H200 than eight warps, larger or smaller tiles, at every size (docs/lab-notes.md).
-    return Config(64, 32, 8, 2) if dtype == torch.float32 else Config(128, 64, 4, 3)
+# Measured on an H200 (docs/lab-notes.md). 128 × 128 on four warps leaves room for two programs an SM, so that one's
+# epilogue overlaps the other's products; only an update so large that its reads bind wants a wider tile.
+GENERAL = Config(128, 128, 64, 4, 3)
+WIDE = Config(128, 256, 64, 8, 3)
+FLOAT32 = Config(64, 64, 32, 8, 2)
+GROUP = 8
+
+
+def _symmetric_config(dtype: torch.dtype) -> Config:
+    return FLOAT32 if dtype == torch.float32 else GENERAL
+
+
+def _update_config(dtype: torch.dtype, n: int) -> Config:
+    if dtype == torch.float32:
+        return FLOAT32
+    return WIDE if n > 2048 else GENERAL
 
 
 class TritonOperations:
@@ -136,13 +170,13 @@ class TritonOperations:
     def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
         batch, n, m = X.shape
         out = torch.empty_like(X)
-        block, block_k, num_warps, num_stages = _config(X.dtype)
+        block_n, block_m, block_k, num_warps, num_stages = _update_config(X.dtype, n)
         with torch.cuda.device_of(X):
-            update_kernel[(triton.cdiv(n, block) * triton.cdiv(m, block), batch)](
-                _tiles(B, block, block_k), _tiles(X, block_k, block),
-                _tiles(X, block, block), _tiles(out, block, block),
+            update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m), batch)](
+                _tiles(B, block_n, block_k), _tiles(X, block_k, block_m),
+                _tiles(X, block_n, block_m), _tiles(out, block_n, block_m),
                 a, n, m,
-                BLOCK_N=block, BLOCK_M=block, BLOCK_K=block_k, GROUP=8, UPCAST=_interpreted_bf16(X),
+                BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k, GROUP=GROUP, UPCAST=_interpreted_bf16(X),
                 num_warps=num_warps, num_stages=num_stages,
             )  # fmt: skip
         return out
@@ -151,14 +185,14 @@ class TritonOperations:
 def _symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
     batch, n, k = A.shape
     out = A.new_empty(batch, n, n)
-    block, block_k, num_warps, num_stages = _config(A.dtype)
+    block, _, block_k, num_warps, num_stages = _symmetric_config(A.dtype)
     side = triton.cdiv(n, block)
     (beta, C), (gamma, D) = (*terms, (0.0, out), (0.0, out))[:2]
     with torch.cuda.device_of(A):
         symmetric_product_kernel[(side * (side + 1) // 2, batch)](
             _tiles(A, block, block_k), _tiles(B, block, block_k), *(_tiles(T, block, block) for T in (C, D, out)),
-            alpha, beta, gamma, k,
-            TERMS=len(terms), SYMMETRIZE=A is not B or not A.is_cuda, BLOCK_N=block, BLOCK_K=block_k,
+            alpha, beta, gamma, n, k,
+            TERMS=len(terms), SYMMETRIZE=A is not B or not A.is_cuda, BLOCK_N=block, BLOCK_K=block_k, GROUP=GROUP,
             UPCAST=_interpreted_bf16(A), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out

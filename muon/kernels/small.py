@@ -39,7 +39,7 @@ def small_kernel(
     g_ptr, out_ptr, coefficients,
     n, m, eps,
     stride_gb, stride_gn, stride_gm, stride_ob, stride_on, stride_om,
-    STEPS: tl.constexpr, RESTARTS: tl.constexpr, COMPUTE_DTYPE: tl.constexpr,
+    NORMALIZE: tl.constexpr, STEPS: tl.constexpr, RESTARTS: tl.constexpr, COMPUTE_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """out = U p(S / ‖G‖) Vᵀ; coefficients a, b, c of each step in turn; bit i of RESTARTS: step i begins a segment."""
@@ -47,19 +47,22 @@ def small_kernel(
     g_ptr += batch * stride_gb
     out_ptr += batch * stride_ob
 
-    largest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, m, BLOCK_M):
-        ptrs, mask = _columns(g_ptr, start, n, m, stride_gn, stride_gm, BLOCK_N, BLOCK_M)
-        largest = tl.maximum(largest, tl.abs(tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)))
-    whole = tl.max(largest)
-    whole = tl.where(whole == 0.0, 1.0, whole)
-    squares = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, m, BLOCK_M):
-        ptrs, mask = _columns(g_ptr, start, n, m, stride_gn, stride_gm, BLOCK_N, BLOCK_M)
-        x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) / whole
-        squares += x * x
-    rest = tl.sqrt(tl.sum(squares))
-    rest = tl.where(rest < eps, eps, rest)
+    whole = 1.0
+    rest = 1.0
+    if NORMALIZE:
+        largest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, m, BLOCK_M):
+            ptrs, mask = _columns(g_ptr, start, n, m, stride_gn, stride_gm, BLOCK_N, BLOCK_M)
+            largest = tl.maximum(largest, tl.abs(tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)))
+        whole = tl.max(largest)
+        whole = tl.where(whole == 0.0, 1.0, whole)
+        squares = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, m, BLOCK_M):
+            ptrs, mask = _columns(g_ptr, start, n, m, stride_gn, stride_gm, BLOCK_N, BLOCK_M)
+            x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) / whole
+            squares += x * x
+        rest = tl.sqrt(tl.sum(squares))
+        rest = tl.where(rest < eps, eps, rest)
 
     # X ← (q + shift I) X is to be done when the segment ends; before the first it is done already, by the norm.
     q = tl.zeros((BLOCK_N, BLOCK_N), COMPUTE_DTYPE)
@@ -98,8 +101,13 @@ def small_kernel(
                 r = _product(z, rz, a * rz.to(tl.float32)).to(COMPUTE_DTYPE)
 
 
-def orthogonalize_small(G: Tensor, segments: Sequence[Sequence[Triple]], eps: float, dtype: torch.dtype) -> Tensor:
-    """U p(S / ‖G‖) Vᵀ of G (batch, n, m), n <= 128, any strides, in G's dtype; products take operands of ``dtype``."""
+def orthogonalize_small(
+    G: Tensor, segments: Sequence[Sequence[Triple]], dtype: torch.dtype, eps: float | None
+) -> Tensor:
+    """U p(S / ‖G‖) Vᵀ of G (batch, n, m), n <= 128, any strides, in G's dtype; products take operands of ``dtype``.
+
+    Without ``eps`` G has been divided by its norm already.
+    """
     batch, n, m = G.shape
     steps = [triple for segment in segments for triple in segment]
     restarts = sum(1 << sum(map(len, segments[:i])) for i in range(len(segments)))
@@ -108,8 +116,8 @@ def orthogonalize_small(G: Tensor, segments: Sequence[Sequence[Triple]], eps: fl
     block_n = max(16, triton.next_power_of_2(n))
     with torch.cuda.device_of(G):
         small_kernel[(batch,)](
-            G, out, coefficients, n, m, eps, *G.stride(), *out.stride(),
-            STEPS=len(steps), RESTARTS=restarts, COMPUTE_DTYPE=DTYPES[dtype],
+            G, out, coefficients, n, m, eps or 0.0, *G.stride(), *out.stride(),
+            NORMALIZE=eps is not None, STEPS=len(steps), RESTARTS=restarts, COMPUTE_DTYPE=DTYPES[dtype],
             BLOCK_N=block_n, BLOCK_M=BLOCK_M, num_warps=4 if block_n <= 64 else 8,
         )  # fmt: skip
     return out

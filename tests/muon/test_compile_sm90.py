@@ -22,27 +22,32 @@ def desc(dtype, rows, cols):
 
 
 for dtype, torch_dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-    block, block_k, num_warps, num_stages = products._config(torch_dtype)
+    block, _, block_k, num_warps, num_stages = products._symmetric_config(torch_dtype)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     expected = ["cp.async.bulk.tensor"] + (["wgmma.mma_async"] if dtype != "fp32" else [])
     square = desc(dtype, block, block)
     for terms, symmetrize in ((0, False), (1, False), (1, True), (2, True)):
         signature = {"a_desc": desc(dtype, block, block_k), "b_desc": desc(dtype, block, block_k)}
         signature |= dict.fromkeys(("c_desc", "d_desc", "out_desc"), square)
-        signature |= dict.fromkeys(("alpha", "beta", "gamma"), "fp32") | {"k": "i32"}
-        constants = {"TERMS": terms, "SYMMETRIZE": symmetrize, "BLOCK_N": block, "BLOCK_K": block_k, "UPCAST": False}
+        signature |= dict.fromkeys(("alpha", "beta", "gamma"), "fp32") | {"n": "i32", "k": "i32"}
+        constants = {"TERMS": terms, "SYMMETRIZE": symmetrize, "BLOCK_N": block, "BLOCK_K": block_k, "GROUP": 8}
+        constants["UPCAST"] = False
         what = f"symmetric {dtype} {terms} terms:"
-        check(what, products.symmetric_product_kernel, signature, constants, ["k"], expected, **options)
-    signature = {"b_desc": desc(dtype, block, block_k), "x_desc": desc(dtype, block_k, block), "x_tile_desc": square}
-    signature |= {"out_desc": square, "a": "fp32", "n": "i32", "m": "i32"}
-    constants = {"BLOCK_N": block, "BLOCK_M": block, "BLOCK_K": block_k, "GROUP": 8, "UPCAST": False}
-    check(f"update {dtype}:", products.update_kernel, signature, constants, ["n", "m"], expected, **options)
+        check(what, products.symmetric_product_kernel, signature, constants, ["n", "k"], expected, **options)
+    for n in (768, 4096):
+        block_n, block_m, block_k, num_warps, num_stages = products._update_config(torch_dtype, n)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        tile = desc(dtype, block_n, block_m)
+        signature = {"b_desc": desc(dtype, block_n, block_k), "x_desc": desc(dtype, block_k, block_m)}
+        signature |= {"x_tile_desc": tile, "out_desc": tile, "a": "fp32", "n": "i32", "m": "i32"}
+        constants = {"BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": block_k, "GROUP": 8, "UPCAST": False}
+        check(f"update {dtype} {n}:", products.update_kernel, signature, constants, ["n", "m"], expected, **options)
 
 for block_n, contiguous in ((16, "stride_gm"), (64, "stride_gm"), (64, "stride_gn"), (128, "stride_gm")):
     signature = {"g_ptr": "*bf16", "out_ptr": "*bf16", "coefficients": ("fp32",) * 15, "eps": "fp32"}
     strides = {f"stride_{name}": "i32" for name in ("gb", "gn", "gm", "ob", "on")}
     signature |= {"n": "i32", "m": "i32"} | {name: type for name, type in strides.items() if name != contiguous}
-    constants = {contiguous: 1, "stride_om": 1, "STEPS": 5, "RESTARTS": 0b10101, "COMPUTE_DTYPE": tl.float16}
+    constants = {contiguous: 1, "stride_om": 1, "NORMALIZE": True, "STEPS": 5, "RESTARTS": 0b10101, "COMPUTE_DTYPE": tl.float16}
     constants |= {"BLOCK_N": block_n, "BLOCK_M": small.BLOCK_M}
     aligned = ["g_ptr", "out_ptr", "n", "m", *strides]
     expected = ["wgmma.mma_async" if block_n >= 64 else "mma.sync"]
@@ -71,5 +76,5 @@ for dtype in (tl.float32, tl.bfloat16):
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 31
+    assert len(lines) == 34
     assert [line for line in lines if not line.endswith(" ok")] == []

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muon import PRESETS, orthogonalize
-from muon.newton_schulz import pick_iteration
+from muon.newton_schulz import TorchOperations, gram_iteration, iterate, operations, pick_iteration
 from muon.polynomials import KELLER_JORDAN, schedule
 
 FLOOR = 1e-6
@@ -100,6 +100,22 @@ def test_triton_backend_is_the_polynomial_of_the_singular_values(batch, rows, co
         result = orthogonalize(G, preset, method=twin_method, dtype=dtype, backend="triton")
     twin = orthogonalize(G, preset, method=twin_method, dtype=dtype, backend="torch")
     assert error(result, expected) <= 2 * error(twin, expected) + FLOOR
+
+
+@pytest.mark.parametrize("n", [20, 130])
+def test_a_normalised_matrix_is_not_normalised_again(n):
+    """Every iteration takes X as it is: zero, or shorter than 1 because its norm was under eps."""
+    pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    X = torch.zeros(2, 144 if n == 130 else 32, 160, dtype=torch.float16, device=device)
+    X[1, :n, :150] = spectrum("gaussian", 1, n, 150, torch.Generator().manual_seed(0))[0] / 150
+    steps = schedule("keller_jordan", 3)
+    names = ("small", "gram") if n == 20 else ("gram", "standard")
+    results = [iterate(X, steps, name, operations(use_triton=True)) for name in names]
+    expected = gram_iteration(X.double(), steps, TorchOperations())
+    for result in results:
+        assert result[0].count_nonzero() == 0
+        assert error(result[1], expected[1]) < 5e-3
 
 
 def test_what_auto_means():

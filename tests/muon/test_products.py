@@ -9,7 +9,10 @@ from muon.newton_schulz import TorchOperations
 
 pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
 
-from muon.kernels.products import TritonOperations
+import triton
+import triton.language as tl
+
+from muon.kernels.products import TritonOperations, _triangle_tile
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
@@ -25,6 +28,20 @@ def integers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Integers so small that every product and sum is exact, so that every bit of a result is known."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-1, 2, shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("side", [1, 2, 7, 8, 9, 16, 17, 64])
+def test_the_triangle_of_tiles_is_covered_once(side):
+    @triton.jit
+    def kernel(out_ptr, side, GROUP: tl.constexpr):
+        i, j = _triangle_tile(tl.program_id(0), side, GROUP)
+        tl.store(out_ptr + 2 * tl.program_id(0), i)
+        tl.store(out_ptr + 2 * tl.program_id(0) + 1, j)
+
+    tiles = side * (side + 1) // 2
+    out = torch.full((tiles, 2), -1, dtype=torch.int32, device=DEVICE)
+    kernel[(tiles,)](out, side, GROUP=8)
+    assert sorted(map(tuple, out.tolist())) == [(i, j) for i in range(side) for j in range(i + 1)]
 
 
 @settings(max_examples=10)
