@@ -7,6 +7,9 @@ SYSTEM_PYTHON ?= python3
 PYTHON := .venv/bin/python
 ARGS ?=
 
+# A waiting thread of torch's sleeps soon instead of spinning, or two cores that do anything else come to a crawl.
+export GOMP_SPINCOUNT ?= 1000
+
 .PHONY: train test clean
 
 train: .venv/installed-examples
@@ -14,6 +17,7 @@ train: .venv/installed-examples
 
 test: .venv/installed-dev
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest
 

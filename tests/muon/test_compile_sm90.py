@@ -47,8 +47,8 @@ for block_n, contiguous in ((16, "stride_gm"), (64, "stride_gm"), (64, "stride_g
     signature = {"g_ptr": "*bf16", "out_ptr": "*bf16", "coefficients": ("fp32",) * 15, "eps": "fp32"}
     strides = {f"stride_{name}": "i32" for name in ("gb", "gn", "gm", "ob", "on")}
     signature |= {"n": "i32", "m": "i32"} | {name: type for name, type in strides.items() if name != contiguous}
-    constants = {contiguous: 1, "stride_om": 1, "NORMALIZE": True, "STEPS": 5, "RESTARTS": 0b10101, "COMPUTE_DTYPE": tl.float16}
-    constants |= {"BLOCK_N": block_n, "BLOCK_M": small.BLOCK_M}
+    constants = {contiguous: 1, "stride_om": 1, "NORMALIZE": True, "STEPS": 5, "RESTARTS": 0b10101}
+    constants |= {"COMPUTE_DTYPE": tl.float16, "BLOCK_N": block_n, "BLOCK_M": small.BLOCK_M}
     aligned = ["g_ptr", "out_ptr", "n", "m", *strides]
     expected = ["wgmma.mma_async" if block_n >= 64 else "mma.sync"]
     options = {"num_warps": 4 if block_n <= 64 else 8}
