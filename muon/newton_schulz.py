@@ -191,17 +191,15 @@ def orthogonalize(
 
     rows, cols = G.shape[-2:]
     flat = G.reshape(-1, rows, cols)
-    lying = flat.mT if rows > cols else flat
-    batch, n, m = lying.shape
+    batch, n, m = len(flat), min(rows, cols), max(rows, cols)
     iteration = pick_iteration(method, steps, n, m, dtype, use_triton)
     dtype = dtype or pick_dtype(iteration, G.dtype, G.device)
     if iteration == "small":
-        X = _small_iteration(lying, steps, dtype, eps)
-    else:
-        ops = operations(use_triton)
-        X = ops.allocate(batch, n, m, G, dtype)
-        ops.normalize(flat, X, eps)
-        X = iterate(X, steps, iteration, ops)[:, :n, :m]
+        return _small_iteration(flat, steps, dtype, eps).reshape(G.shape)
+    ops = operations(use_triton)
+    X = ops.allocate(batch, n, m, G, dtype)
+    ops.normalize(flat, X, eps)
+    X = iterate(X, steps, iteration, ops)[:, :n, :m]
     return (X.mT if rows > cols else X).to(G.dtype).reshape(G.shape)
 
 

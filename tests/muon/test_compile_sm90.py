@@ -43,16 +43,15 @@ for dtype, torch_dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("
         constants = {"BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": block_k, "GROUP": 8, "UPCAST": False}
         check(f"update {dtype} {n}:", products.update_kernel, signature, constants, ["n", "m"], expected, **options)
 
-for block_n, contiguous in ((16, "stride_gm"), (64, "stride_gm"), (64, "stride_gn"), (128, "stride_gm")):
-    signature = {"g_ptr": "*bf16", "out_ptr": "*bf16", "coefficients": ("fp32",) * 15, "eps": "fp32"}
-    strides = {f"stride_{name}": "i32" for name in ("gb", "gn", "gm", "ob", "on")}
-    signature |= {"n": "i32", "m": "i32"} | {name: type for name, type in strides.items() if name != contiguous}
-    constants = {contiguous: 1, "stride_om": 1, "NORMALIZE": True, "STEPS": 5, "RESTARTS": 0b10101}
-    constants |= {"COMPUTE_DTYPE": tl.float16, "BLOCK_N": block_n, "BLOCK_M": small.BLOCK_M}
-    aligned = ["g_ptr", "out_ptr", "n", "m", *strides]
-    expected = ["wgmma.mma_async" if block_n >= 64 else "mma.sync"]
-    options = {"num_warps": 4 if block_n <= 64 else 8}
-    check(f"small {block_n} {contiguous}:", small.small_kernel, signature, constants, aligned, expected, **options)
+for block_n, num_warps in small.NUM_WARPS.items():
+    for tall in (False, True):
+        tile = desc("bf16", small.BLOCK_M, block_n) if tall else desc("bf16", block_n, small.BLOCK_M)
+        signature = {"g_desc": tile, "out_desc": tile, "coefficients": ("fp32",) * 15, "m": "i32", "eps": "fp32"}
+        constants = {"IS_TALL": tall, "NORMALIZE": True, "STEPS": 5, "RESTARTS": 0b10101}
+        constants |= {"COMPUTE_DTYPE": tl.float16, "BLOCK_N": block_n, "BLOCK_M": small.BLOCK_M}
+        expected = ["cp.async.bulk.tensor", "wgmma.mma_async" if block_n >= 64 else "mma.sync"]
+        what = f"small {block_n} tall={tall}:"
+        check(what, small.small_kernel, signature, constants, ["m"], expected, num_warps=num_warps)
 
 for dtype in (tl.float32, tl.bfloat16):
     for aligned in (True, False):
@@ -76,5 +75,5 @@ for dtype in (tl.float32, tl.bfloat16):
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 34
+    assert len(lines) == 38
     assert [line for line in lines if not line.endswith(" ok")] == []
