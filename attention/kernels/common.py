@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # 16-bit kernels keep logits in units of ln 2 (EXP2), where the exponential is one instruction. In fp32 the rounding of
 # that change of unit would be the largest error there is, so fp32 keeps natural logits.
@@ -19,24 +20,12 @@ SIZES = ["heads_q", "heads_k", "group", "seqlen_q", "seqlen_k", "window_right", 
 
 
 @triton.jit
-def load_tile(ptr, start, length, stride_s, stride_d, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-              MASK_ROWS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Rows start, start + 1, ... of a (length, D) matrix; what is past its end reads as zero."""
-    offs_s = tl.arange(0, ROWS)
-    offs_d = tl.arange(0, BLOCK_D)
-    # The tile's base is a 64-bit scalar, so that the offsets inside the tile can be 32-bit.
-    ptrs = ptr + tl.cast(start, tl.int64) * stride_s + (offs_s[:, None] * stride_s + offs_d[None, :] * stride_d)
-    if MASK_ROWS and BLOCK_D != D:
-        tile = tl.load(ptrs, mask=(offs_s[:, None] < length - start) & (offs_d[None, :] < D), other=0.0)
-    elif MASK_ROWS:
-        tile = tl.load(ptrs, mask=offs_s[:, None] < length - start, other=0.0)
-    elif BLOCK_D != D:
-        tile = tl.load(ptrs, mask=offs_d[None, :] < D, other=0.0)
-    else:
-        tile = tl.load(ptrs)
+def load_tile(desc, batch, start, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr):
+    """Positions start, start + 1, ... of one head; what is past the last position or the head's width reads as zero."""
+    tile = desc.load([batch, head, start, 0]).reshape(ROWS, WIDTH)
     if UPCAST:
         tile = tile.to(tl.float32)
-    return tile  # (ROWS, BLOCK_D)
+    return tile  # (ROWS, WIDTH)
 
 
 @triton.jit
@@ -54,6 +43,25 @@ def store_tile(ptr, tile, start, length, stride_s, ROWS: tl.constexpr, D: tl.con
 @triton.jit
 def exponential(x, EXP2: tl.constexpr):
     return tl.exp2(x) if EXP2 else tl.exp(x)
+
+
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """x (B, S, H, D), or a copy that descriptors can read: contiguous rows that start at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    *strides, stride_d = x.stride()
+    if stride_d == 1 and all(s > 0 and s % unit == 0 for s in strides) and x.data_ptr() % 16 == 0:
+        return x
+    *sizes, width = x.shape
+    copy = x.new_empty((*sizes, -(-width // unit) * unit))[..., :width]
+    return copy.copy_(x)
+
+
+def describe(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """x (B, S, H, D) in tiles of `rows` positions of one head, `width` wide."""
+    # As (B, H, S, D): Triton folds a reshape into the load, and so leaves the tile in shared memory, only if the sides
+    # that the reshape drops come first.
+    x = x.transpose(1, 2)
+    return TensorDescriptor(x, x.shape, x.stride(), [1, 1, rows, width])
 
 
 def interpreted(kernel: object) -> bool:

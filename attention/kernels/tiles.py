@@ -41,18 +41,22 @@ PORTABLE_16BIT = {
     256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
 
-# fp32 products are exact (no tf32), so they run on the ordinary cores and the tiles have to stay small.
+# fp32 products are exact (no tf32), so they run on the ordinary cores, where operands are registers: small tiles.
 ANY_32BIT = {
-    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    64: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    128: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 1)),
-    256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+    64: Tiles(Tile(64, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    128: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    256: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 
-def padded_width(head_dim: int) -> int:
-    """The power of two, at least 16, that a head is padded to in registers."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The powers of two, at least 16, that the heads of q and k and those of v are padded to in registers."""
+    width, width_v = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
+    # Rows of fewer than 64 16-bit numbers have a layout of their own in shared memory. Where k's and v's layouts differ
+    # and their tiles take turns in one buffer, the assembler of CUDA 12.8, which comes with Triton 3.6, computes v's
+    # wgmma descriptors from a register that was never set: wrong values or an illegal access. So they don't differ.
+    return max(width, min(width_v, 64)), max(width_v, min(width, 64))
 
 
 @functools.cache
@@ -62,7 +66,7 @@ def _on_hopper(device: torch.device) -> bool:
 
 def choose_tiles(q: torch.Tensor, v: torch.Tensor) -> Tiles:
     """The tiles for these queries and values."""
-    width = max(32, padded_width(q.shape[-1]), padded_width(v.shape[-1]))
+    width = max(32, *padded_widths(q.shape[-1], v.shape[-1]))
     if q.dtype == torch.float32:
         return ANY_32BIT[width]
     return (HOPPER_16BIT if _on_hopper(q.device) else PORTABLE_16BIT)[width]

@@ -145,6 +145,25 @@ def test_only_linear_tensors_are_saved():
     assert sorted(x.numel() for x in saved) == [2 * 300] + 4 * [300 * 2 * 8]
 
 
+def test_only_what_descriptors_cannot_read_is_copied():
+    from attention.kernels.common import loadable
+
+    qkv = torch.randn(2, 10, 6, 40, dtype=torch.bfloat16)
+    readable = [*torch.split(qkv, [4, 1, 1], dim=2), qkv.transpose(1, 2), qkv[:, 3:, ..., 8:32]]
+    assert all(loadable(x) is x for x in readable)
+    others = [
+        qkv[..., 1:],
+        qkv.mT,
+        qkv[..., :1].expand(2, 10, 6, 40),
+        torch.randn(2, 3, 2, 9),
+        qkv[:, :1].expand(qkv.shape),
+    ]
+    for x in others:
+        copy = loadable(x)
+        assert copy is not x and torch.equal(copy, x)
+        assert loadable(copy) is copy
+
+
 def test_import_has_no_side_effects():
     script = (
         "import sys, torch; before = torch.random.get_rng_state(); import attention;"

@@ -44,9 +44,24 @@ def test_odd_lengths(width, seqlen_q, seqlen_k):
     check(*inputs(2, seqlen_q, seqlen_k, 6, 2, width, width, BF16), causal=True, backend="triton")
 
 
-@pytest.mark.parametrize(("width", "width_v"), [(64, 128), (192, 128), (40, 24), (1, 1)])
+@pytest.mark.parametrize(("width", "width_v"), [(64, 128), (192, 128), (16, 256), (1, 1)])
 def test_values_of_another_width(width, width_v):
     check(*inputs(2, 300, 300, 2, 1, width, width_v, BF16), causal=True, backend="triton")
+
+
+ODD_WIDTHS = [(40, 24), (24, 40), (17, 9), (33, 20), (100, 60), (5, 70), (72, 72), (88, 40), (13, 13)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", ["contiguous", "packed"])  # "packed" starts its rows at odd addresses
+@pytest.mark.parametrize(("width", "width_v"), ODD_WIDTHS)
+def test_odd_widths(width, width_v, layout, causal):
+    check(*inputs(2, 301, 405, 4, 2, width, width_v, BF16, layout), causal=causal, backend="triton")
+
+
+@pytest.mark.parametrize(("width", "width_v"), ODD_WIDTHS)
+def test_odd_widths_in_float16(width, width_v):
+    check(*inputs(1, 129, 65, 2, 1, width, width_v, FP16), causal=True, backend="triton")
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "packed", "width_strided"])
