@@ -1,0 +1,114 @@
+"""Writes the tables of docs/performance.md from the CSV files beside it, and draws its figure.
+
+    python -m benchmarks.report
+
+Each table stands between two markers that name its file; everything else in the page is written by hand.
+"""
+
+import csv
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).parent.parent / "docs"
+Row = dict[str, str]
+
+# Column of the CSV file, heading, format of a number (none: text as it is).
+TABLES: dict[str, list[tuple[str, str, str]]] = {
+    "gpt2_124m": [
+        ("optimizer", "optimizer", ""),
+        ("attention", "attention", ""),
+        ("step_ms", "ms a step", ".2f"),
+        ("tokens_per_second", "tokens/s", ",.0f"),
+        ("optimizer_ms", "optimizer, ms", ".2f"),
+        ("peak_memory_gib", "peak GiB", ".1f"),
+    ],
+    "newton_schulz": [
+        ("shape", "batch × rows × cols", ""),
+        ("ours_ms", "ours, ms", ".3f"),
+        ("compiled_bmm_ms", "compiled bmm", ".3f"),
+        ("torch_optim_muon_ms", "torch.optim.Muon", ".2f"),
+        ("speedup", "times the faster of them", ".2f"),
+        ("floor_ms", "floor, ms", ".3f"),
+        ("copy_ms", "copy in and out, ms", ".3f"),
+    ],
+    "optimizer_step": [
+        ("model", "hidden matrices of", ""),
+        ("optimizer", "optimizer", ""),
+        ("ms", "ms a step", ".2f"),
+        ("python_ms", "of it Python", ".2f"),
+        ("launches", "launches", ""),
+        ("extra_mib", "extra MiB", ".0f"),
+    ],
+    "attention": [
+        ("shape", "B, S, H, D", ""),
+        ("mask", "mask", ""),
+        ("triton", "ours, forward / backward", ""),
+        ("sdpa_flash", "SDPA flash-2", ""),
+        ("flex", "FlexAttention", ""),
+        ("sdpa_cudnn", "SDPA cuDNN", ""),
+    ],
+}
+
+
+def read(name: str) -> list[Row]:
+    with (DOCS / f"{name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return beside_each_other(rows) if name == "attention" else rows
+
+
+def beside_each_other(rows: list[Row]) -> list[Row]:
+    """One row a shape and mask, from one row each for every variant."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        shape = ", ".join(row[key] for key in ("batch", "seqlen", "heads", "width"))
+        one = found.setdefault((shape, row["mask"]), row | {"shape": shape, "flex": ""})
+        one[row["variant"]] = f"{float(row['forward_tflops']):.0f} / {float(row['backward_tflops']):.0f}"
+    return list(found.values())
+
+
+def table(name: str, rows: list[Row]) -> str:
+    columns = TABLES[name]
+    lines = ["| " + " | ".join(heading for _, heading, _ in columns) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        cells = (format(float(row[key]), style) if style and row[key] else row[key] for key, _, style in columns)
+        lines.append("| " + " | ".join(cells) + " |")
+    first = rows[0]
+    source = f"[{name}.csv]({name}.csv), {first['gpu']}, torch {first['torch']}, Triton {first['triton']}"
+    return "\n".join([*lines, "", f"{source}: `{first['command']}`"])
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Times relative to the floor, on a logarithmic axis."""
+    figure, axes = plt.subplots(figsize=(9, 4.5))
+    labels = {"ours_ms": "ours", "compiled_bmm_ms": "compiled bmm", "torch_optim_muon_ms": "torch.optim.Muon"}
+    for offset, (key, label) in enumerate(labels.items()):
+        found = [(i, float(row[key]) / float(row["floor_ms"])) for i, row in enumerate(rows) if row[key]]
+        axes.bar([i + 0.27 * (offset - 1) for i, _ in found], [value for _, value in found], 0.27, label=label)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_ylabel("time / floor")
+    axes.set_xticks(range(len(rows)), [row["shape"] for row in rows], rotation=30, ha="right", fontsize=8)
+    axes.set_title(f"Five Newton-Schulz steps, {rows[0]['gpu']}; the floor is the products at the measured ceiling")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    page = DOCS / "performance.md"
+    text = page.read_text()
+    for name in TABLES:
+        block = f"<!-- {name} -->\n\n{table(name, read(name))}\n\n<!-- end -->"
+        text, count = re.subn(f"<!-- {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
+        assert count == 1, f"{page} has {count} places for {name}.csv"
+    page.write_text(text)
+    draw(read("newton_schulz"), DOCS / "newton_schulz.png")
+
+
+if __name__ == "__main__":
+    main()
