@@ -136,8 +136,8 @@ def pack(bucket: Bucket, X: Tensor, weight: float, *, nesterov: bool, maximize: 
     weight momentum + (1 - weight) grad of the new momentum.
     """
     n, m = bucket.sides
-    grads = [block.grad for block in bucket.blocks]
     momentums = [block.momentum for block in bucket.blocks]
+    grads = [block.grad.to(block.momentum.dtype) for block in bucket.blocks]
     if maximize:
         grads = list(torch._foreach_neg(grads))
     torch._foreach_lerp_(momentums, grads, 1 - weight)

@@ -134,6 +134,7 @@ def _gram_segment(R: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> 
     return Q, q
 
 
+@torch.no_grad()
 def orthogonalize(
     G: Tensor,
     ns_coefficients: Coefficients = KELLER_JORDAN,
@@ -148,7 +149,8 @@ def orthogonalize(
 
     With the singular value decomposition G = U S Vᵀ, returns U p(S / ‖G‖) Vᵀ: ‖G‖ is the Frobenius norm and p the
     schedule of odd polynomials that ``ns_coefficients`` and ``ns_steps`` name (see ``muon.polynomials.schedule``).
-    A zero matrix gives zero. The scale of ``G`` doesn't matter. A NaN spoils its own matrix only.
+    A zero matrix gives zero. The scale of ``G`` doesn't matter. A NaN spoils its own matrix only. The result carries no
+    gradient.
 
     Args:
         G: (..., rows, cols), any floating dtype, any strides, also of size 0.
@@ -157,17 +159,18 @@ def orthogonalize(
         eps: smallest norm to divide by, after ``G`` has been divided by its largest magnitude.
         method: ``"standard"`` multiplies X at every step; ``"gram"`` iterates on the smaller XXᵀ, cheaper the longer
             the matrix; ``"auto"`` is the cheaper one with Triton and ``"standard"`` without.
-        dtype: of the iteration. Default: on a CPU float32, or float64 for float64 input; elsewhere bfloat16 for
+        dtype: of the iteration. Default: float64 for float64 input; otherwise on a CPU float32, elsewhere bfloat16 for
             ``"standard"`` and float16 for ``"gram"``, which bfloat16 is too coarse for.
-        backend: ``"triton"`` (GPU), ``"torch"`` (anywhere), or ``"auto"``: Triton for CUDA tensors where installed.
+        backend: ``"triton"`` (GPU), ``"torch"`` (anywhere), or ``"auto"``: Triton for CUDA tensors where installed,
+            except in float64.
 
     Returns:
-        (..., rows, cols) in the dtype of ``G``, contiguous or the transpose of a contiguous tensor.
+        (..., rows, cols) in the dtype of ``G``.
 
     Raises:
-        TypeError: ``G`` is not of a real floating dtype.
-        ValueError: ``G`` has fewer than two dimensions; an unknown method or backend; a backend that can't run here;
-            bad coefficients.
+        TypeError: ``G`` or ``dtype`` is not a real floating dtype.
+        ValueError: ``G`` has fewer than two dimensions; a negative ``eps``; an unknown method or backend; a backend that
+            can't run here, or not in this dtype; bad coefficients.
 
     Example:
         >>> import torch
@@ -184,8 +187,12 @@ def orthogonalize(
         raise ValueError(f"G should have at least 2 dimensions, (..., rows, cols), but has shape: {tuple(G.shape)}")
     if method not in ("auto", "standard", "gram"):
         raise ValueError(f"method should be 'auto', 'standard' or 'gram' but is: {method!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype should be a real floating dtype but is: {dtype!r}")
+    if not eps >= 0.0:
+        raise ValueError(f"eps should be >= 0 but is: {eps}")
     steps = schedule(ns_coefficients, ns_steps)
-    use_triton = uses_triton(backend, G)
+    use_triton = uses_triton(backend, G, dtype)
     if G.numel() == 0:
         return G.clone()
 
@@ -236,7 +243,7 @@ def pick_iteration(
 
 def pick_dtype(iteration: Iteration, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The default dtype of an iteration: bfloat16 is too coarse for a Gram matrix."""
-    if device.type == "cpu":
+    if device.type == "cpu" or dtype == torch.float64:
         return torch.promote_types(dtype, torch.float32)
     return torch.bfloat16 if iteration == "standard" else torch.float16
 
@@ -249,15 +256,18 @@ def operations(use_triton: bool) -> MatrixOperations:
     return TritonOperations()
 
 
-def uses_triton(backend: Backend, G: Tensor) -> bool:
-    """Whether the backend is Triton's, for this tensor."""
+def uses_triton(backend: Backend, G: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether the backend is Triton's, for this tensor and an iteration in this dtype."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend should be 'auto', 'torch' or 'triton' but is: {backend!r}")
+    is_double = (dtype or G.dtype) == torch.float64
     if backend == "triton" and not _has_triton():
         raise ValueError("backend='triton' needs the package triton, which is not installed: use 'torch' or 'auto'")
     if backend == "triton" and not (G.is_cuda or _interpreting()):
         raise ValueError(f"backend='triton' needs a CUDA tensor but G is on: {G.device}")
-    return backend == "triton" or (backend == "auto" and G.is_cuda and _has_triton())
+    if backend == "triton" and is_double:
+        raise ValueError("backend='triton' has no float64: use 'torch', or another dtype")
+    return backend == "triton" or (backend == "auto" and G.is_cuda and not is_double and _has_triton())
 
 
 @cache

@@ -105,47 +105,55 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "algorithm": "muon",
-            "betas": betas,
             "adamw_eps": adamw_eps,
             "matrix": matrix,
             "split": split,
             "maximize": maximize,
         }
-        _check_options(defaults)
+        # Not a default: torch's schedulers would take it for the momentum to cycle.
+        self._betas = betas
+        _check_options({**defaults, "betas": betas})
         self._plans: dict[int, tuple[object, Plan]] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; see ``torch.optim.Optimizer.add_param_group``. ``use_muon`` is understood."""
-        param_group = dict(param_group)
+        param_group = {"betas": self._betas, **param_group}
         if "use_muon" in param_group:
             param_group["algorithm"] = "muon" if param_group.pop("use_muon") else "adamw"
+        if param_group.get("algorithm") == "adamw" and "eps" in param_group:
+            raise ValueError("an 'adamw' group has its ε as adamw_eps; eps is the orthogonalisation's")
         super().add_param_group(param_group)
         try:
             _check_options(self.param_groups[-1])
             _check_parameters(self.param_groups[-1])
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A checkpoint of torch.optim.Muon lacks the options that are ours alone.
+        # A checkpoint of torch.optim.Muon lacks the options that are ours alone: those of today's groups stay.
+        before = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
         self._plans = {}
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        self.__dict__.setdefault("_betas", (0.9, 0.999))
+        for index, group in enumerate(self.param_groups):
+            old = before[index] if index < len(before) else {}
+            for name, value in {"betas": self._betas, **self.defaults}.items():
+                group.setdefault(name, old.get(name, value))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in."""
+        """Load a state of this optimizer or of ``torch.optim.Muon``; momentum keeps the dtype it was saved in."""
         super().load_state_dict(state_dict)
-        # torch has just cast floating state to its parameter's dtype, and left AdamW's step where it was saved.
         params = (p for group in self.param_groups for p in group["params"])
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
-        for p, saved_id in zip(params, saved_ids, strict=True):
-            for key, value in state_dict["state"].get(saved_id, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[p][key] = value.to(p.device, copy=True)
+        for p, saved_id in zip(params, saved_ids, strict=False):
+            state = self.state[p] if p in self.state else {}
+            if "step" in state:  # torch leaves AdamW's step on the device it was saved from
+                state["step"] = state["step"].to(p.device)
+            saved = state_dict["state"].get(saved_id, {}).get("momentum_buffer")
+            if saved is not None and state["momentum_buffer"].dtype != saved.dtype:  # torch has just cast it
+                state["momentum_buffer"] = saved.to(p.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -166,6 +174,8 @@ class Muon(Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("Muon can't be captured in a CUDA graph yet: on a GPU its step records one of its own")
         for p, grad in zip(params, grads, strict=True):
             if torch.is_complex(p):
                 raise RuntimeError("Muon does not support complex parameters")
@@ -204,9 +214,11 @@ class Muon(Optimizer):
 
     def _adamw_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
-        for p in params:
+        for p, grad in zip(params, grads, strict=True):
+            if grad.is_sparse:
+                raise RuntimeError("AdamW does not support sparse gradients")
             state = self.state[p]
-            if not state:
+            if "exp_avg" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -284,6 +296,8 @@ def _check_options(group: dict[str, Any]) -> None:
     for name in ("momentum", "weight_decay", "eps", "adamw_eps"):
         if not group[name] >= 0.0:
             raise ValueError(f"{name.replace('_', ' ')} should be >= 0 but is: {group[name]}")
+    if len(group["betas"]) != 2:
+        raise ValueError(f"betas should be two numbers but are: {group['betas']}")
     for index, beta in enumerate(group["betas"]):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{index}] should be in [0, 1) but is: {beta}")

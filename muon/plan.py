@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from muon.kernels import stages
 from muon.matrices import MatrixMode, Split, buckets
@@ -61,7 +62,9 @@ class Plan:
             start = len(owners)
             for block in bucket.blocks:
                 first = (block.param.data_ptr() - params[block.index].data_ptr()) // block.param.element_size()
-                for i in range(first, first + block.count * block.rows * block.cols, block.rows * block.cols):
+                # Rows split out of a batch leave gaps between its matrices.
+                apart = block.rows * block.cols if block.param.is_contiguous() else block.param.stride(-3)
+                for i in range(first, first + block.count * apart, apart):
                     owners.append(block.index)
                     places.append([*(i * tensor.element_size() for tensor in block.tensors), int(block.is_tall)])
                     factors.append(lr_factor(block.rows, block.cols))
@@ -96,21 +99,21 @@ class Plan:
         aligned = bool((table[:, :3] % 16 == 0).all())
         with torch.cuda.device_of(self.table):
             self._upload(table, scalars)
-            if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing() and aligned == self.aligned:
+            if self.table.is_cuda and aligned == self.aligned:
                 self._replay()
-            else:  # the first step also compiles; a caller's own graph records the kernels themselves
+            else:  # the first step compiles the kernels
                 self.aligned, self.graph = aligned, None
                 self._run()
 
     def _upload(self, table: Tensor, scalars: Tensor) -> None:
         for target, source in ((self.table, table), (self.scalars, scalars)):
-            self.pinned = source.pin_memory() if target.is_cuda else source
-            target.copy_(self.pinned, non_blocking=True)
+            target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
     def _replay(self) -> None:
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            stream = torch.cuda.Stream(self.device)  # torch's default would be on the device that recorded first
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self._run()
         self.graph.replay()
 
@@ -130,5 +133,11 @@ class Plan:
 
 
 def suits(*tensors: Tensor) -> bool:
-    """Whether the kernels can reach these: contiguous, of a 16-bit or 32-bit dtype."""
-    return all(tensor.is_contiguous() and tensor.dtype in stages.DTYPES for tensor in tensors)
+    """Whether the kernels can reach these: plain, contiguous, of a 16-bit or 32-bit dtype.
+
+    A subclass, such as a DTensor, may have its elements elsewhere.
+    """
+    return all(
+        type(tensor) in (Tensor, Parameter) and tensor.is_contiguous() and tensor.dtype in stages.DTYPES
+        for tensor in tensors
+    )

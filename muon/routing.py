@@ -1,19 +1,25 @@
 """Which parameters of a model are Muon's and which AdamW's."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from muon.optimizer import Muon
+
 Override = str | dict[str, Any]
+
+OPTIONS = {"algorithm", *inspect.signature(Muon).parameters} - {"params"}
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 # What GPT-2, Llama, BERT, ViT and ResNet implementations call these modules.
-HEAD_NAMES = {"lm_head", "head", "heads", "output", "classifier", "score", "unembed", "embed_out", "fc"}
+HEAD_NAMES = {"head", "heads", "output", "classifier", "score", "fc"}  # at the top of a model
+VOCABULARY_HEAD_NAMES = {"lm_head", "unembed", "embed_out"}  # anywhere
+WRAPPERS = {"module", "_orig_mod"}  # DistributedDataParallel, torch.compile
 ROUTER_NAMES = {"gate", "router"}
 EMBEDDING_PARTS = ("embed", "token", "wte", "wpe", "position")
 
@@ -79,7 +85,7 @@ def param_groups(
         The groups, a list; ``print`` shows a table of every parameter with its shape, algorithm and why.
 
     Raises:
-        ValueError: a pattern that matches no parameter, or an algorithm that isn't one.
+        ValueError: a pattern that matches no parameter, or an option or algorithm that isn't one.
 
     Example:
         >>> import torch
@@ -96,6 +102,8 @@ def param_groups(
         4,096 elements to Muon, 2,464 to AdamW
     """
     defaults = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
+    for argument, options in defaults.items():
+        _check_names(argument, options)
     routes = [_override(route, overrides or {}) for route in _routes(model)]
     for pattern in overrides or {}:
         if not any(fnmatchcase(route.name, pattern) for route in routes):
@@ -103,6 +111,12 @@ def param_groups(
     return ParamGroups(
         [route._replace(options={**defaults[route.options["algorithm"]], **route.options}) for route in routes]
     )
+
+
+def _check_names(argument: str, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in OPTIONS:
+            raise ValueError(f"{argument}: there is no option {name!r}; options are {', '.join(sorted(OPTIONS))}")
 
 
 def _routes(model: nn.Module) -> Iterator[Route]:
@@ -129,9 +143,11 @@ def _reason_for_adamw(name: str, owner: str, module: nn.Module, param: Tensor, h
         return "norm"
     if param.ndim < 2:
         return "vector" if param.ndim else "scalar"
+    if "bias" in name.rpartition(".")[2]:
+        return "bias"
     if id(param) in heads or _is_named_head(owner):
         return "output head"
-    if owner.rpartition(".")[2] in ROUTER_NAMES:
+    if owner.rpartition(".")[2] in ROUTER_NAMES and param.shape[0] < param.shape[-1]:
         return "gate"
     if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) and _looks_like_embedding(name, param):
         return "embedding"
@@ -139,9 +155,9 @@ def _reason_for_adamw(name: str, owner: str, module: nn.Module, param: Tensor, h
 
 
 def _is_named_head(owner: str) -> bool:
-    """A head's name outside the numbered blocks, inside which ``output`` or ``fc`` are hidden layers."""
-    outside = takewhile(lambda part: not part.isdigit(), owner.split("."))
-    return not HEAD_NAMES.isdisjoint(outside)
+    """``output`` or ``fc`` are heads at the top of a model and hidden layers inside it."""
+    parts = [part for part in owner.split(".") if part not in WRAPPERS]
+    return bool(parts) and (parts[0] in HEAD_NAMES or parts[-1] in VOCABULARY_HEAD_NAMES)
 
 
 def _looks_like_embedding(name: str, param: Tensor) -> bool:
@@ -150,18 +166,21 @@ def _looks_like_embedding(name: str, param: Tensor) -> bool:
 
 
 def _tied_or_output_weights(model: nn.Module) -> set[int]:
-    """Linear weights as large as a vocabulary: shared with an embedding, or mapping onto as many outputs."""
+    """Weights shared with an embedding, and of linear layers with as many outputs as a vocabulary has entries."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabularies = {module.num_embeddings for module in embeddings}
-    tied = {id(module.weight) for module in embeddings}
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return tied | {id(module.weight) for module in linears[-1:] if module.out_features in vocabularies}
+    outputs = [module for module in linears if module.out_features in vocabularies]
+    return {id(module.weight) for module in [*embeddings, *outputs]}
 
 
 def _override(route: Route, overrides: Mapping[str, Override]) -> Route:
     for pattern, override in overrides.items():
         if fnmatchcase(route.name, pattern):
-            options = {"algorithm": override} if isinstance(override, str) else override
+            options = {"algorithm": override} if isinstance(override, str) else dict(override)
+            if "use_muon" in options:
+                options["algorithm"] = "muon" if options.pop("use_muon") else "adamw"
+            _check_names("overrides", options)
             route = route._replace(options={**route.options, **options}, why=f"override {pattern!r}")
             if route.options["algorithm"] not in ("muon", "adamw"):
                 raise ValueError(f"overrides: {pattern!r} should go to 'muon' or 'adamw' but is: {override!r}")

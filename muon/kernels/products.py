@@ -59,10 +59,12 @@ def symmetric_product_kernel(
     C and D count as far as there are TERMS. SYMMETRIZE makes tiles on the diagonal symmetric to the bit; when B is A
     they come out so by themselves.
     """
-    i, j = _triangle_tile(tl.program_id(0), tl.cdiv(n, BLOCK_N), GROUP)
+    side = tl.cdiv(n, BLOCK_N)
+    tiles = side * (side + 1) // 2
+    batch = tl.program_id(0) // tiles
+    i, j = _triangle_tile(tl.program_id(0) % tiles, side, GROUP)
     row = i * BLOCK_N
     col = j * BLOCK_N
-    batch = tl.program_id(1)
 
     acc = tl.zeros((BLOCK_N, BLOCK_N), dtype=tl.float32)
     for start in range(0, k, BLOCK_K):
@@ -99,12 +101,11 @@ def update_kernel(
     """out = a X + B X; B (batch, n, n), X and out (batch, n, m)."""
     # GROUP rows of tiles go through the columns together, so that their tiles of X are read from the L2 cache.
     num_pid_n, num_pid_m = tl.cdiv(n, BLOCK_N), tl.cdiv(m, BLOCK_M)
-    pid_n, pid_m = tl.swizzle2d(
-        tl.program_id(0) // num_pid_m, tl.program_id(0) % num_pid_m, num_pid_n, num_pid_m, GROUP
-    )
+    batch = tl.program_id(0) // (num_pid_n * num_pid_m)
+    pid = tl.program_id(0) % (num_pid_n * num_pid_m)
+    pid_n, pid_m = tl.swizzle2d(pid // num_pid_m, pid % num_pid_m, num_pid_n, num_pid_m, GROUP)
     row = pid_n * BLOCK_N
     col = pid_m * BLOCK_M
-    batch = tl.program_id(1)
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, n, BLOCK_K):
@@ -172,7 +173,7 @@ class TritonOperations:
         out = torch.empty_like(X)
         block_n, block_m, block_k, num_warps, num_stages = _update_config(X.dtype, n)
         with torch.cuda.device_of(X):
-            update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m), batch)](
+            update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * batch,)](
                 _tiles(B, block_n, block_k), _tiles(X, block_k, block_m),
                 _tiles(X, block_n, block_m), _tiles(out, block_n, block_m),
                 a, n, m,
@@ -189,7 +190,7 @@ def _symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, 
     side = triton.cdiv(n, block)
     (beta, C), (gamma, D) = (*terms, (0.0, out), (0.0, out))[:2]
     with torch.cuda.device_of(A):
-        symmetric_product_kernel[(side * (side + 1) // 2, batch)](
+        symmetric_product_kernel[(side * (side + 1) // 2 * batch,)](
             _tiles(A, block, block_k), _tiles(B, block, block_k), *(_tiles(T, block, block) for T in (C, D, out)),
             alpha, beta, gamma, n, k,
             TERMS=len(terms), SYMMETRIZE=A is not B or not A.is_cuda, BLOCK_N=block, BLOCK_K=block_k, GROUP=GROUP,

@@ -50,7 +50,7 @@ def _look_ahead(grad, momentum, weight, NESTEROV: tl.constexpr):
 def momentum_kernel(
     table_ptr, scalar_ptr, partial_ptr,
     sign,
-    size,
+    size, chunks,
     HAS_GRAD: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +59,8 @@ def momentum_kernel(
     Without a gradient the momentum is the update and stays as it is.
     A partial norm is (largest magnitude, sum of squares over its square), so that nothing overflows or vanishes.
     """
-    matrix = tl.program_id(1)
-    chunk = tl.program_id(0)
+    matrix = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
     offs = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     momentum_ptr = _address(table_ptr, matrix, MOMENTUM, ALIGNED, MOMENTUM_DTYPE)
@@ -74,7 +74,7 @@ def momentum_kernel(
         update = _look_ahead(grad, momentum.to(tl.float32), weight, NESTEROV)
     largest = tl.max(tl.abs(update), 0)
     scaled = update / tl.where(largest == 0.0, 1.0, largest)
-    partial_ptr += (matrix.to(tl.int64) * tl.num_programs(0) + chunk) * 2
+    partial_ptr += (matrix.to(tl.int64) * chunks + chunk) * 2
     # A maximum passes over NaN, a sum doesn't.
     tl.store(partial_ptr, largest)
     tl.store(partial_ptr + 1, tl.sum(scaled * scaled, 0))
@@ -111,10 +111,11 @@ def pack_kernel(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """X[matrix] = update / its norm, a (TILE, TILE) tile of it; norms (batch, 2) are (largest magnitude, the rest)."""
-    matrix = tl.program_id(1)
+    num_pid_m = tl.cdiv(m, TILE)
+    matrix = tl.program_id(0) // (tl.cdiv(n, TILE) * num_pid_m)
+    pid_n = tl.program_id(0) // num_pid_m % tl.cdiv(n, TILE)
+    pid_m = tl.program_id(0) % num_pid_m
     is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
-    pid_n = tl.program_id(0) // tl.cdiv(m, TILE)
-    pid_m = tl.program_id(0) % tl.cdiv(m, TILE)
     row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
     rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
     offs = tl.arange(0, TILE)
@@ -143,10 +144,11 @@ def apply_kernel(
     ALIGNED: tl.constexpr, PARAM_DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """param ← decay param + scale X[matrix], a (TILE, TILE) tile of it."""
-    matrix = tl.program_id(1)
+    num_pid_m = tl.cdiv(m, TILE)
+    matrix = tl.program_id(0) // (tl.cdiv(n, TILE) * num_pid_m)
+    pid_n = tl.program_id(0) // num_pid_m % tl.cdiv(n, TILE)
+    pid_m = tl.program_id(0) % num_pid_m
     is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
-    pid_n = tl.program_id(0) // tl.cdiv(m, TILE)
-    pid_m = tl.program_id(0) % tl.cdiv(m, TILE)
     row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
     rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
     offs = tl.arange(0, TILE)
@@ -206,10 +208,10 @@ def _pack(
     chunks = triton.cdiv(n * m, CHUNK)
     partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=X.device)
     norm = torch.empty(batch, 2, dtype=torch.float32, device=X.device)
-    momentum_kernel[(chunks, batch)](table, scalars, partial, sign, n * m, BLOCK=CHUNK, num_warps=8, **flags)
+    momentum_kernel[(chunks * batch,)](table, scalars, partial, sign, n * m, chunks, BLOCK=CHUNK, num_warps=8, **flags)
     norm_kernel[(batch,)](partial, norm, chunks, eps, BLOCK=1024)
     del flags["HAS_GRAD"]
-    pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), batch)](
+    pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE) * batch,)](
         table, scalars, norm, X, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **flags
     )
 
@@ -219,7 +221,7 @@ def apply(
 ) -> None:
     """See ``muon.matrices.apply``."""
     n, m = sides
-    apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE), len(table))](
+    apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE) * len(table),)](
         table, scalars, X, n, m, X.stride(0), X.stride(1),
         ALIGNED=aligned, PARAM_DTYPE=DTYPES[param_dtype], TILE=TILE,
     )  # fmt: skip

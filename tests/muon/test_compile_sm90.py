@@ -60,7 +60,7 @@ for dtype in (tl.float32, tl.bfloat16):
         sizes = ["n", "m", "size", "stride_xb", "stride_xn"] if aligned else []
         pointers = {"table_ptr": "*i64", "scalar_ptr": "*fp32"}
         flags = {"NESTEROV": True, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
-        momentum = pointers | {"partial_ptr": "*fp32", "sign": "fp32", "size": "i32"}
+        momentum = pointers | {"partial_ptr": "*fp32", "sign": "fp32", "size": "i32", "chunks": "i32"}
         constants = flags | {"BLOCK": stages.CHUNK, "HAS_GRAD": True}
         check("momentum " + what, stages.momentum_kernel, momentum, constants, sizes, vector, num_warps=8)
         places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
