@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -20,12 +21,26 @@ SIZES = ["heads_q", "heads_k", "group", "seqlen_q", "seqlen_k", "window_right", 
 
 
 @triton.jit
-def load_tile(desc, batch, start, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr):
-    """Positions start, start + 1, ... of one head; what is past the last position or the head's width reads as zero."""
-    tile = desc.load([batch, head, start, 0]).reshape(ROWS, WIDTH)
+def load_tile(x_desc, batch, head, start, length, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """Positions start, start + 1, ... of one head of what `describe` returned; past the end it reads as zero."""
+    if isinstance(x_desc, tl.tensor_descriptor):
+        tile = x_desc.load([batch, head, start, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        # Strides come in units of 16 bytes, which tells the compiler that it may load as much at once.
+        ptr = x_desc[0]
+        unit: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+        stride_s = x_desc[3] * unit
+        # The tile's base is a 64-bit scalar, so that the offsets inside the tile can be 32-bit.
+        ptr += tl.cast(batch, tl.int64) * x_desc[1] * unit + tl.cast(head, tl.int64) * x_desc[2] * unit
+        ptr += tl.cast(start, tl.int64) * stride_s
+        offs_s = tl.arange(0, ROWS)
+        offs_d = tl.arange(0, BLOCK_D)
+        mask = (offs_s[:, None] < length - start) & (offs_d[None, :] < D)
+        tile = tl.load(ptr + (offs_s[:, None] * stride_s + offs_d[None, :]), mask=mask, other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
-    return tile  # (ROWS, WIDTH)
+    return tile  # (ROWS, BLOCK_D)
 
 
 @triton.jit
@@ -56,12 +71,24 @@ def loadable(x: torch.Tensor) -> torch.Tensor:
     return copy.copy_(x)
 
 
-def describe(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x (B, S, H, D) in tiles of `rows` positions of one head, `width` wide."""
+def describe(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor | tuple[torch.Tensor, int, int, int]:
+    """x (B, S, H, D), loadable, in tiles of `rows` positions of one head, `width` wide; for `load_tile`."""
+    batch, seqlen, heads, head_dim = x.shape
+    stride_b, stride_s, stride_h, _ = x.stride()
+    if x.dtype == torch.float32 or not has_bulk_copies(x.device):
+        # Products outside the tensor cores want registers, and without a copy engine Triton would turn a descriptor
+        # into loads that know nothing of alignment.
+        unit = 16 // x.element_size()
+        return x, stride_b // unit, stride_h // unit, stride_s // unit
     # As (B, H, S, D): Triton folds a reshape into the load, and so leaves the tile in shared memory, only if the sides
     # that the reshape drops come first.
-    x = x.transpose(1, 2)
-    return TensorDescriptor(x, x.shape, x.stride(), [1, 1, rows, width])
+    return TensorDescriptor(x, [batch, heads, seqlen, head_dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, width])
+
+
+@functools.cache
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether the copy engine of Hopper and its successors is there, as it is in Triton's interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def interpreted(kernel: object) -> bool:

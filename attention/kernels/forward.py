@@ -24,11 +24,11 @@ from .tiles import choose_tiles, padded_widths
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k_desc, v_desc, batch, head_k, start_m, start_n, seqlen_k, shift, unit_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr, UPCAST: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Folds one tile of keys into the running maximum, sum and weighted values."""
-    k = load_tile(k_desc, batch, start_n, head_k, BLOCK_N, BLOCK_D, UPCAST)
+    k = load_tile(k_desc, batch, head_k, start_n, seqlen_k, BLOCK_N, D, BLOCK_D, UPCAST)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
     if MASKED:
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -47,7 +47,7 @@ def _attend(
         anchor = new_max
         p = exponential(scores * unit_scale - anchor[:, None], EXP2)
     rescale = exponential(row_max - anchor, EXP2)
-    v = load_tile(v_desc, batch, start_n, head_k, BLOCK_N, BLOCK_DV, UPCAST)
+    v = load_tile(v_desc, batch, head_k, start_n, seqlen_k, BLOCK_N, DV, BLOCK_DV, UPCAST)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, new_max, row_sum * rescale + tl.sum(p, 1)
 
@@ -56,10 +56,10 @@ def _attend(
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr,
     heads_q, group, seqlen_q, seqlen_k, window_right, num_tiles, scale,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BOUND_RIGHT: tl.constexpr, UPCAST: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BOUND_RIGHT: tl.constexpr, ONE_LOOP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    EXP2: tl.constexpr = q_desc.dtype != tl.float32
+    EXP2: tl.constexpr = out_ptr.dtype.element_ty != tl.float32
     # Neighbouring programs share a head's keys in L2; under a causal mask the longest rows go first.
     pid = tl.program_id(0)
     start_m = (num_tiles - 1 - pid % num_tiles) * BLOCK_M
@@ -77,22 +77,23 @@ def _forward_kernel(
     if BOUND_RIGHT:
         full_end = tl.minimum(seqlen_k, start_m + shift + 1)
         end = tl.minimum(seqlen_k, tl.minimum(start_m + BLOCK_M, seqlen_q) + shift)
-    full_end = tl.maximum(full_end, 0) // BLOCK_N * BLOCK_N
+    full_end = 0 if ONE_LOOP else tl.maximum(full_end, 0) // BLOCK_N * BLOCK_N
 
-    q = load_tile(q_desc, batch, start_m, head, BLOCK_M, BLOCK_D, UPCAST)
+    q = load_tile(q_desc, batch, head, start_m, seqlen_q, BLOCK_M, D, BLOCK_D, UPCAST)
     unit_scale = scale * (LOG2_E if EXP2 else 1.0)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for start_n in tl.range(0, full_end, BLOCK_N):
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_desc, v_desc, batch, head_k, start_m, start_n, seqlen_k, shift, unit_scale,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, EXP2, UPCAST,
-        )  # fmt: skip
+    if not ONE_LOOP:
+        for start_n in tl.range(0, full_end, BLOCK_N):
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, k_desc, v_desc, batch, head_k, start_m, start_n, seqlen_k, shift, unit_scale,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, False, EXP2, UPCAST,
+            )  # fmt: skip
     for start_n in tl.range(full_end, end, BLOCK_N):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_desc, v_desc, batch, head_k, start_m, start_n, seqlen_k, shift, unit_scale,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, EXP2, UPCAST,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_RIGHT, True, EXP2, UPCAST,
         )  # fmt: skip
 
     # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
@@ -125,8 +126,9 @@ def forward(
             describe(loadable(k), tile.block_n, block_d),
             describe(loadable(v), tile.block_n, block_dv),
             out, lse, heads_q, heads_q // heads_k, seqlen_q, seqlen_k, window_right or 0, num_tiles, scale,
-            DV=head_dim_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            BOUND_RIGHT=window_right is not None, UPCAST=interpreted(_forward_kernel),
-            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+            D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            BOUND_RIGHT=window_right is not None, ONE_LOOP=window_right is not None and tile.one_loop,
+            UPCAST=interpreted(_forward_kernel), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
+
+from .common import has_bulk_copies
 
 
 class Tile(NamedTuple):
@@ -15,6 +16,7 @@ class Tile(NamedTuple):
     block_n: int  # keys
     num_warps: int
     num_stages: int
+    one_loop: bool = False  # mask every tile when causal, instead of only those on the diagonal in a loop of their own
 
 
 class Tiles(NamedTuple):
@@ -28,9 +30,9 @@ class Tiles(NamedTuple):
 # Keyed by the padded head width. None of these spills: tests/attention/test_compile_sm90.py compiles them all.
 HOPPER_16BIT = {
     32: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
-    256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    64: Tiles(Tile(64, 128, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    128: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2, one_loop=True)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2, one_loop=True)),
 }
 
 # Fits the 99 KB of shared memory of consumer cards.
@@ -41,12 +43,12 @@ PORTABLE_16BIT = {
     256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
 
-# fp32 products are exact (no tf32), so they run on the ordinary cores, where operands are registers: small tiles.
+# fp32 products are exact (no tf32), so they run on the ordinary cores and the tiles have to stay small.
 ANY_32BIT = {
-    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
-    64: Tiles(Tile(64, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    128: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    256: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    64: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    128: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 1)),
+    256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 
@@ -59,14 +61,9 @@ def padded_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return max(width, min(width_v, 64)), max(width_v, min(width, 64))
 
 
-@functools.cache
-def _on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def choose_tiles(q: torch.Tensor, v: torch.Tensor) -> Tiles:
     """The tiles for these queries and values."""
     width = max(32, *padded_widths(q.shape[-1], v.shape[-1]))
     if q.dtype == torch.float32:
         return ANY_32BIT[width]
-    return (HOPPER_16BIT if _on_hopper(q.device) else PORTABLE_16BIT)[width]
+    return (HOPPER_16BIT if has_bulk_copies(q.device) else PORTABLE_16BIT)[width]

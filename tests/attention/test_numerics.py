@@ -79,6 +79,23 @@ def test_lengths_around_tile_edges(backend, seqlen_q, seqlen_k):
     check(q, k, v, torch.randn_like(q), causal=True, backend=backend)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("one_loop", [True, False])
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16)])
+def test_tiles(monkeypatch, block_m, block_n, one_loop, causal):
+    """Every kernel with tiles of both shapes, and with both ways to mask them."""
+    from attention.kernels import backward, forward
+    from attention.kernels.tiles import Tile, Tiles
+
+    tile = Tile(block_m, block_n, 4, 1, one_loop)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "choose_tiles", lambda q, v: Tiles(tile, tile, tile))
+    torch.manual_seed(0)
+    for seqlen_q, seqlen_k in ((70, 70), (33, 80), (80, 33)):
+        q, k, v = (torch.randn(1, n, h, w) for n, h, w in ((seqlen_q, 4, 8), (seqlen_k, 2, 8), (seqlen_k, 2, 24)))
+        check(q, k, v, torch.randn(1, seqlen_q, 4, 24), causal=causal, backend="triton")
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 0, 0), (1, 1, 1)])
 def test_sizes_zero_and_one(backend, batch, seqlen_q, seqlen_k):
@@ -99,11 +116,13 @@ def test_rows_without_keys(backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_huge_logits(backend):
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [2500.0, -2500.0])
+def test_huge_logits(backend, causal, scale):
     """Logits of 1e4 overflow a softmax that doesn't subtract the maximum."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 50, 1, 16)
-    check(q, k, v, torch.randn_like(q), causal=True, scale=2500.0, backend=backend)
+    q, k, v = torch.randn(3, 1, 70, 1, 16)
+    check(q, k, v, torch.randn_like(q), causal=causal, scale=scale, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
