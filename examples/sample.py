@@ -6,12 +6,13 @@ python -m examples.sample --run runs/cpu --prompt "def "
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from examples.gpt import checkpoint, data
-from examples.gpt.cli import ArgumentParser, UserError, natural, number, pick_device, positive_int, run
+from examples.gpt.cli import ArgumentParser, UserError, number, path, pick_device, positive_int, run, seed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,12 +20,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m examples.sample", usage="%(prog)s [options]", description="Let a trained model write."
     )
     add = parser.add_argument
-    add("--run", metavar="FOLDER", type=Path, default=Path("runs/cpu"), help="a run of examples.train")
+    add("--run", metavar="FOLDER", type=path, default=Path("runs/cpu"), help="a run of examples.train")
     add("--prompt", metavar="TEXT", default="def ", help="what it carries on from")
     add("--length", metavar="N", type=positive_int, default=500, help="tokens to write")
     add("--temperature", metavar="X", type=number, default=0.8, help="0 always takes the likeliest")
     add("--top-k", metavar="N", type=positive_int, help="choose among the N likeliest only")
-    add("--seed", metavar="N", type=natural, default=0, help="another seed, another text")
+    add("--seed", metavar="N", type=seed, default=0, help="another seed, another text")
     add("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1, mps; default: what is there")
     args = parser.parse_args(argv)
     if not args.prompt:
@@ -33,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = pick_device(args.device)
     model = checkpoint.load(args.run / "model.pt", device)
     generator = torch.Generator(device).manual_seed(args.seed)
+    prompt = data.encode(args.prompt)
     tokens = model.generate(
-        data.encode(args.prompt)[None].to(device),
+        prompt[None].to(device),
         args.length,
         temperature=args.temperature,
         top_k=args.top_k,
         generator=generator,
     )
-    print(args.prompt, end="")
-    for text in data.decode(token.item() for token in tokens):
+    for text in data.decode(chain(prompt.tolist(), (token.item() for token in tokens))):
         print(text, end="", flush=True)
     print()
 

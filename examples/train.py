@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 
+from attention.functional import MAX_HEAD_DIM
 from examples.gpt import checkpoint, data
-from examples.gpt.cli import ArgumentParser, UserError, natural, pick_device, positive_float, positive_int, run
+from examples.gpt.cli import ArgumentParser, UserError, path, pick_device, positive_float, positive_int, run, seed
 from examples.gpt.logging import COLUMNS, Metrics, Row, plot
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS, Preset
@@ -49,8 +50,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     )
     add = parser.add_argument
     add("--preset", metavar="NAME", default="cpu", choices=PRESETS, help="cpu (default) or gpt2-124m")
-    add("--data", metavar="PATH", help="text file or folder; default: the Python library")
-    add("--out", metavar="FOLDER", type=Path, help="for the run's files; default: runs/<preset>")
+    add("--data", metavar="PATH", type=path, help="text file or folder; default: the Python library")
+    add("--out", metavar="FOLDER", type=path, help="for the run's files; default: runs/<preset>")
     add("--optimizer", metavar="NAME", default="muon", choices=("muon", "adamw"), help="muon (default) or adamw")
     add("--attention", metavar="NAME", default="flash", choices=("flash", "sdpa"), help="flash (default) or sdpa")
     add("--steps", metavar="N", type=positive_int, help="training steps")
@@ -61,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--heads", metavar="N", type=positive_int, help="attention heads; must divide the width")
     add("--lr", metavar="X", type=positive_float, help="learning rate of the hidden matrices")
     add("--embedding-lr", metavar="X", type=positive_float, help="AdamW's for the rest")
-    add("--seed", metavar="N", type=natural, default=0, help="of the weights and the data's order")
+    add("--seed", metavar="N", type=seed, default=0, help="of the weights and the data's order")
     add("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1, mps; default: what is there")
     add("--compile", action=BooleanOptionalAction, help="use torch.compile")
     return parser.parse_args(argv)
@@ -80,15 +81,20 @@ def preset_with_options(args: Namespace) -> Preset:
     preset = dataclasses.replace(preset, **given)
     if preset.width % (2 * preset.heads) != 0:
         raise UserError(f"--width {preset.width} is not an even multiple of --heads {preset.heads}; change either")
+    if args.attention == "flash" and preset.width // preset.heads > MAX_HEAD_DIM:
+        heads = f"--heads {preset.heads} of --width {preset.width}"
+        raise UserError(f"{heads} are wider than {MAX_HEAD_DIM}, FlashAttention's limit; use more or --attention sdpa")
     return preset
 
 
-def make_folder(path: Path) -> Path:
+def start_run(out: Path, args: Namespace, preset: Preset, device: torch.device) -> Metrics:
+    """The run's folder and its first two files: if it can't be written to, that shows before the training."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(out / "config.json", args, preset, device)
+        return Metrics(out / "metrics.csv")
     except OSError as error:
-        raise UserError(f"cannot make the folder --out {path}: {error.strerror}") from error
-    return path
+        raise UserError(f"cannot write to --out {out}: {error.filename}: {error.strerror}") from error
 
 
 def model_shape(preset: Preset, attention: str) -> dict[str, Any]:
@@ -172,43 +178,54 @@ def train(
     seed: int,
     device: torch.device,
 ) -> int:
-    """Train `model`, which returns its loss; every number goes to `metrics`. Returns the steps done."""
+    """Train `model`, which returns its loss; every number goes to `metrics`. Returns the steps done.
+
+    A loss that is not finite ends it with a UserError.
+    """
     scheduler = make_scheduler(optimizer, preset)
-    bar = tqdm(total=preset.steps, desc="training", dynamic_ncols=True, bar_format=BAR)
     done = logged = 0
     seconds, start = 0.0, time.perf_counter()
     loss_sum = torch.zeros((), device=device)  # since the last row
-    for step in interruptible(preset.steps):
-        learning_rate = scheduler.get_last_lr()[0]
-        batch = data.training_batch(corpus.train, preset.batch, preset.context, seed=seed, step=step)
-        loss_sum += train_step(model, optimizer, scheduler, data.to_device(batch, device), preset.dtype)
-        done = step + 1
-        validates = done % preset.eval_every == 0 or done == preset.steps
-        if not validates and done % preset.log_every != 0:
-            continue
+    with tqdm(total=preset.steps, desc="training", dynamic_ncols=True, bar_format=BAR) as bar:
+        for step in interruptible(preset.steps):
+            learning_rate = scheduler.get_last_lr()[0]
+            batch = data.training_batch(corpus.train, preset.batch, preset.context, seed=seed, step=step)
+            loss_sum += train_step(model, optimizer, scheduler, data.to_device(batch, device), preset.dtype)
+            done = step + 1
+            validates = done % preset.eval_every == 0 or done == preset.steps
+            if not validates and done % preset.log_every != 0:
+                continue
 
-        train_loss = loss_sum.item() / (done - logged)  # waits for the device, so the clock below is right
-        passed = time.perf_counter() - start
-        seconds += passed
-        val_loss = validate(model, corpus.val, preset, device) if validates else None
-        row = {
-            "step": done,
-            "tokens": done * preset.batch * preset.context,
-            "seconds": seconds,
-            "train_loss": train_loss,
-            "val_loss": val_loss,
-            "val_bits_per_byte": val_loss / math.log(2) if validates else None,  # a token is a byte
-            "learning_rate": learning_rate,
-            "tokens_per_second": (done - logged) * preset.batch * preset.context / passed,
-            "ms_per_step": 1e3 * passed / (done - logged),
-        }
-        metrics.add(row)
-        show(row, bar, done - logged)
-        logged = done
-        loss_sum.zero_()
-        start = time.perf_counter()
-    bar.close()
+            train_loss = loss_sum.item() / (done - logged)  # waits for the device, so the clock below is right
+            passed = time.perf_counter() - start
+            seconds += passed
+            val_loss = validate(model, corpus.val, preset, device) if validates else None
+            check_finite(train_loss, done)
+            check_finite(val_loss or 0.0, done)
+            row = {
+                "step": done,
+                "tokens": done * preset.batch * preset.context,
+                "seconds": seconds,
+                "train_loss": train_loss,
+                "val_loss": val_loss,
+                "val_bits_per_byte": val_loss / math.log(2) if validates else None,  # a token is a byte
+                "learning_rate": learning_rate,
+                "tokens_per_second": (done - logged) * preset.batch * preset.context / passed,
+                "ms_per_step": 1e3 * passed / (done - logged),
+            }
+            metrics.add(row)
+            show(row, bar, done - logged)
+            logged = done
+            loss_sum.zero_()
+            start = time.perf_counter()
+    check_finite(loss_sum.item(), done)  # steps since the last row, if Ctrl-C ended the loop
     return done
+
+
+def check_finite(loss: float, step: int) -> None:
+    """A model whose loss overflowed never recovers."""
+    if not math.isfinite(loss):
+        raise UserError(f"the loss is {loss} at step {step}: the training diverged; lower --lr (or --embedding-lr)")
 
 
 def show(row: Row, bar: tqdm, steps: int) -> None:
@@ -223,7 +240,7 @@ def show(row: Row, bar: tqdm, steps: int) -> None:
 
 
 def write_sample(model: GPT, path: Path, seed: int, device: torch.device) -> str:
-    """Text that the model makes up after PROMPT."""
+    """Text that the model makes up after PROMPT; after a short run with U+FFFD where its bytes are no UTF-8."""
     generator = torch.Generator(device).manual_seed(seed)
     prompt = data.encode(PROMPT)[None].to(device)
     tokens = (token.item() for token in model.generate(prompt, SAMPLE_LENGTH, temperature=0.8, generator=generator))
@@ -281,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     preset = preset_with_options(args)
     device = pick_device(args.device)
     corpus = data.load(args.data, preset.context)
-    out = make_folder(args.out or Path("runs") / args.preset)
+    out = args.out or Path("runs") / args.preset
+    metrics = start_run(out, args, preset, device)
     torch.manual_seed(args.seed)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
@@ -289,9 +307,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     model = GPT(**shape).to(device)
     optimizer = make_optimizer(model, preset, args.optimizer)
     describe(preset, model, optimizer, corpus, device)
-    write_config(out / "config.json", args, preset, device)
 
-    metrics = Metrics(out / "metrics.csv")
     compiled = torch.compile(model) if preset.compile else model
     done = train(compiled, optimizer, corpus, preset, metrics, seed=args.seed, device=device)
 

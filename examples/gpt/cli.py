@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -21,7 +23,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def run(main: Callable[[Sequence[str] | None], object]) -> None:
     """Run a command's `main`; its mistakes and Ctrl-C end in one line instead of a traceback."""
+    sys.stdout.reconfigure(errors="replace")  # not every terminal has every character of a text
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set while importing
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         main(None)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -35,6 +40,19 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
     return int(text)
+
+
+def seed(text: str) -> int:
+    value = natural(text)
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not below 2**63, as a seed must be")
+    return value
+
+
+def path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def positive_int(text: str) -> int:
@@ -55,18 +73,18 @@ def number(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    if not 0 <= value <= 1e38:  # where float32 ends
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1e38")
     return value
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one."""
+    """`auto` is the GPU if there is one. A device must hold numbers that can be read back, which meta does not."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UserError(f"--device {name} is not available here; use --device cpu, or leave it out") from error
     return device

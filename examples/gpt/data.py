@@ -33,7 +33,7 @@ class Data:
     val: np.ndarray
 
 
-def load(path: str | None, context: int) -> Data:
+def load(path: str | Path | None, context: int) -> Data:
     """A text file, a folder of text files, or (None) the embedded corpus; the last tenth is for validation.
 
     Files are joined in an order that looks random but depends only on their names, so that the last tenth is a fair
@@ -51,7 +51,7 @@ def load(path: str | None, context: int) -> Data:
     return Data(name, train=tokens[:border], val=tokens[border:])
 
 
-def read(path: str | None) -> tuple[str, bytes]:
+def read(path: str | Path | None) -> tuple[str, bytes]:
     """The corpus's name and all of its bytes."""
     if path is None:
         root, skipped = Path(sysconfig.get_paths()["stdlib"]), INSTALLED | TABLES_AND_TESTS
@@ -62,13 +62,16 @@ def read(path: str | None) -> tuple[str, bytes]:
     root = Path(path)
     if root.is_dir():
         files = [file for file in root.rglob("*") if file.is_file() and not hidden(file.relative_to(root))]
-        return f"{path} ({len(files)} files)", join(root, files)
+        text = join(root, files)
+        if not text:
+            raise UserError(f"no text files were found in --data {path} (hidden and binary ones are left out)")
+        return f"{path} ({len(files)} files)", text
     if not root.is_file():
         raise UserError(f"--data {path} is neither a file nor a folder; leave it out to train on the embedded corpus")
     text = root.read_bytes()
     if not is_text(text):
         raise UserError(f"--data {path} is not a text file")
-    return path, text
+    return str(path), text
 
 
 def join(root: Path, files: list[Path]) -> bytes:
@@ -114,12 +117,16 @@ def to_device(tensors: tuple[Tensor, Tensor], device: torch.device) -> tuple[Ten
 
 
 def encode(text: str) -> Tensor:
-    """Text to tokens (S,)."""
-    return torch.tensor(list(text.encode()), dtype=torch.int64)
+    """Text to tokens (S,); bytes of the command line that are no UTF-8 arrive as the bytes they are."""
+    return torch.tensor(list(text.encode(errors="surrogateescape")), dtype=torch.int64)
 
 
 def decode(tokens: Iterable[int]) -> Iterator[str]:
-    """Tokens to text as they come; what is no text (control characters among it) shows as U+FFFD."""
+    """Tokens to text as they come; what is no text (control characters among it) shows as U+FFFD.
+
+    Tokens are bytes, so nothing but training keeps a model from starting a character of several bytes and not ending
+    it; after a short run it often does.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         is_text = 32 <= token < 256 or token in (9, 10)  # tab and newline

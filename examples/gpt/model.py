@@ -102,4 +102,6 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    return torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+    temperature = min(max(temperature, 1e-30), 1e30)  # further out float32 has only 0 and infinity
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: nothing to overflow
+    return torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)

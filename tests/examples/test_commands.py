@@ -39,14 +39,24 @@ def test_a_mistake_on_the_command_line(arguments: tuple[str, ...], says: str) ->
         (train, ("--optimizer", "sgd"), "adamw"),
         (train, ("--steps", "0"), "not a whole number above 0"),
         (train, ("--seed", "-1"), "--seed"),
+        (train, ("--seed", "9" * 23), "--seed"),
         (train, ("--lr", "fast"), "not a number"),
         (train, ("--lr", "0"), "above 0"),
+        (train, ("--lr", "1e39"), "1e38"),
         (train, ("--device", "abacus"), "--device cpu"),
         (train, ("--device", "cuda:99"), "--device cpu"),
+        (train, ("--device", "meta"), "--device cpu"),
+        (train, ("--device", "hpu"), "--device cpu"),
         (train, ("--heads", "3"), "--heads 3"),
+        (train, ("--width", "1024", "--heads", "1"), "--heads 1"),
         (train, ("--context", "10000000"), "--context"),
         (train, ("--data", "{empty}"), "0 bytes"),
+        (train, ("--data", ""), "--data"),
+        (train, ("--data", "{binaries}"), "no text files"),
         (train, ("--out", "{empty}/run"), "--out"),
+        (train, ("--out", "{blocked}"), "metrics.csv"),
+        (train, ("--out", ""), "--out"),
+        (sample, ("--run", ""), "--run"),
         (sample, ("--prompt", ""), "--prompt"),
         (sample, ("--temperature", "-1"), "--temperature"),
     ],
@@ -59,9 +69,12 @@ def test_a_mistake(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    empty = tmp_path / "empty"
-    empty.touch()
-    monkeypatch.setattr(sys, "argv", ["command", *(argument.format(empty=empty) for argument in arguments)])
+    paths = {name: tmp_path / name for name in ("empty", "binaries", "blocked")}
+    paths["empty"].touch()
+    paths["binaries"].mkdir()
+    (paths["binaries"] / "picture").write_bytes(b"\0d")
+    (paths["blocked"] / "metrics.csv").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["command", *(argument.format(**paths) for argument in arguments)])
     with pytest.raises(SystemExit) as exit:
         cli.run(module.main)
     printed = capsys.readouterr()

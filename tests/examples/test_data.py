@@ -69,6 +69,7 @@ def test_validation_spans_the_tokens_and_never_changes() -> None:
 def test_text_survives_encoding_in_pieces() -> None:
     text = "def f():\n    return 'αβ→😀'\n"
     assert "".join(data.decode(data.encode(text).tolist())) == text
+    assert data.encode("a\udcff").tolist() == [97, 255]  # how Python hands over a byte that is no UTF-8
     assert "".join(data.decode([65, 50_000, 66, 27, 67, 10])) == "A\ufffdB\ufffdC\n"
 
 

@@ -107,6 +107,14 @@ def test_sampling_follows_temperature_and_top_k() -> None:
         torch.testing.assert_close(frequency, expected, rtol=0, atol=0.015)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_sampling_at_the_ends_of_the_temperature(top_k: int | None) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(200, 1)
+    generator = torch.Generator().manual_seed(0)
+    assert sample(logits, 1e-300, top_k, generator).unique().tolist() == [3]
+    assert sample(logits, 1e300, top_k, generator).unique().tolist() == [0, 1, 2, 3][-(top_k or 4) :]
+
+
 def test_checkpoint_round_trip(tmp_path: Path) -> None:
     model, tokens = make_model(), random_tokens(2, 16)
     checkpoint.save(tmp_path / "model.pt", model, SHAPE | {"attention": "flash"}, step=3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from examples import sample, train
+from examples.gpt.cli import UserError
 from examples.gpt.logging import COLUMNS
 from examples.gpt.presets import PRESETS
 from examples.gpt.schedule import warmup_stable_decay
@@ -108,6 +109,21 @@ def test_sample_writes_what_the_model_says(
     assert all(text.startswith("def ") and len(text) > 20 for text in texts)
     assert same == again != other
     assert greedy == likeliest
+
+
+def test_sample_takes_a_prompt_that_is_no_text(
+    finished: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.main(["--run", str(finished[0]), "--prompt", "a\udcff", "--length", "3", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("a\ufffd")
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_loss_that_is_not_finite_stops_the_run(text: Path, tmp_path: Path, optimizer: str) -> None:
+    with pytest.raises(UserError, match=r"step 10.* lower --lr"):
+        train.main(options(text, tmp_path, "--optimizer", optimizer, "--lr", "1e30"))
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "metrics.csv"}
+    assert read_metrics(tmp_path) == []
 
 
 @pytest.mark.parametrize("steps", [3, 25])
