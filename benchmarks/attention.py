@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import shlex
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
@@ -116,7 +118,13 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which takes long to compile")
     parser.add_argument("--csv", metavar="PATH", help="write every number there")
     arguments = parser.parse_args()
-    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bfloat16")
+    setting = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": shlex.join(["python", "-m", "benchmarks.attention", *sys.argv[1:]]),
+    }
+    print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**setting))
     print("| B, S, H, D | mask | " + "TFLOP/s forward / backward |")
     rows = []
     for shape in arguments.shapes:
@@ -128,9 +136,9 @@ def main() -> None:
         rows += found
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer = csv.DictWriter(file, fieldnames=[*rows[0], *setting])
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(row | setting for row in rows)
 
 
 if __name__ == "__main__":

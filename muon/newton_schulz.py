@@ -169,8 +169,8 @@ def orthogonalize(
 
     Raises:
         TypeError: ``G`` or ``dtype`` is not a real floating dtype.
-        ValueError: ``G`` has fewer than two dimensions; a negative ``eps``; an unknown method or backend; a backend that
-            can't run here, or not in this dtype; bad coefficients.
+        ValueError: ``G`` has fewer than two dimensions; a negative ``eps``; an unknown method or backend; a backend
+            that can't run here, or not in this dtype; bad coefficients.
 
     Example:
         >>> import torch

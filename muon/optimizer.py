@@ -148,7 +148,7 @@ class Muon(Optimizer):
         params = (p for group in self.param_groups for p in group["params"])
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
         for p, saved_id in zip(params, saved_ids, strict=False):
-            state = self.state[p] if p in self.state else {}
+            state = self.state.get(p, {})
             if "step" in state:  # torch leaves AdamW's step on the device it was saved from
                 state["step"] = state["step"].to(p.device)
             saved = state_dict["state"].get(saved_id, {}).get("momentum_buffer")

@@ -112,16 +112,21 @@ def test_repeated_backward_is_bitwise_equal(width):
 
 
 def test_compile_fullgraph():
+    """Compiled in bfloat16, a layer is no farther from float32 than twice what it is when it isn't compiled."""
     torch.manual_seed(0)
     layer = SelfAttention(256, 4, 2, qk_norm=True, device="cuda")
     compiled = torch.compile(layer, fullgraph=True)
+
+    def run(module, x, enabled):
+        with torch.autocast("cuda", BF16, enabled=enabled):
+            out = module(x)
+        return out, *torch.autograd.grad(out.float().square().mean(), list(layer.parameters()))
+
     for length in (128, 200, 333):
         x = torch.randn(2, length, 256, device="cuda")
-        with torch.autocast("cuda", BF16):
-            ours, eager = compiled(x), layer(x)
-        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.02)
-        ours.float().square().mean().backward()
-    assert layer.qkv.weight.grad.isfinite().all()
+        exact, eager, ours = run(layer, x, False), run(layer, x, True), run(compiled, x, True)
+        for truth, yardstick, value in zip(exact, eager, ours, strict=True):
+            assert (value - truth).abs().max() <= 2 * (yardstick - truth).abs().max() + 1e-6
 
 
 def test_cuda_graph():

@@ -225,6 +225,28 @@ def test_bad_input(arguments, exception, message):
         orthogonalize(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("options", "exception", "message"),
+    [
+        ({"dtype": torch.int32}, TypeError, "dtype should be a real floating dtype but is: torch.int32"),
+        ({"dtype": "float32"}, TypeError, "dtype should be a real floating dtype but is: 'float32'"),
+        ({"eps": -1.0}, ValueError, "eps should be >= 0 but is: -1.0"),
+        ({"eps": float("nan")}, ValueError, "eps should be >= 0 but is: nan"),
+        ({"dtype": torch.float64, "backend": "triton"}, ValueError, "has no float64"),
+    ],
+)
+def test_bad_options(options, exception, message):
+    if options.get("backend") == "triton":
+        pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with pytest.raises(exception, match=message):
+        orthogonalize(torch.zeros(3, 3, device=device), **options)
+
+
+def test_the_result_carries_no_gradient():
+    assert not orthogonalize(torch.randn(3, 3, requires_grad=True)).requires_grad
+
+
 @pytest.mark.parametrize("option", ["method", "backend"])
 def test_bad_option(option):
     with pytest.raises(ValueError, match=f"{option} should be 'auto'.*'nonsense'"):

@@ -286,9 +286,53 @@ def test_a_checkpoint_resumes_to_the_bit_and_state_keeps_its_dtype(state_dtype):
     for p, q in zip(params, resumed, strict=True):
         for key, value in optimizer.state[p].items():
             assert other.state[q][key].dtype == value.dtype and torch.equal(other.state[q][key], value)
-    if state_dtype == torch.float32:
-        for p, q in zip(train(optimizer, params, start=2), train(other, resumed, start=2), strict=True):
-            assert torch.equal(p, q)
+    for p, q in zip(train(optimizer, params, start=2), train(other, resumed, start=2), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_checkpoint_of_torch_optim_muon_leaves_the_options_it_lacks_alone():
+    """Groups that said "adamw" or split their rows used to lose that, and embeddings went on with Muon."""
+
+    def build():
+        return parameters([(8, 8), (12, 4), (5,)])
+
+    p, q, r = build()
+    state = torch.optim.Muon([{"params": [p]}, {"params": [q]}]).state_dict()
+    state["param_groups"].append({**state["param_groups"][0], "params": [2]})
+    optimizer = Muon([{"params": [p]}, {"params": [q], "split": 3}, {"params": [r], "algorithm": "adamw"}])
+    optimizer.load_state_dict(state)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "muon", "adamw"]
+    assert [group["split"] for group in optimizer.param_groups] == [None, 3, None]
+    train(optimizer, [p, q, r], steps=1)
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_another_dtype_trains_on(saved, loaded):
+    def build(dtype):
+        matrices, vectors = parameters(dtype=dtype), parameters([(8,)], dtype=dtype)
+        return matrices + vectors, Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}])
+
+    params, optimizer = build(saved)
+    train(optimizer, params, steps=1)
+    others, other = build(loaded)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[others[0]]["momentum_buffer"].dtype == saved
+    assert all(p.isfinite().all() for p in train(other, others, steps=2, start=1))
+
+
+def test_one_cycle_schedules_the_momentum_as_for_torch_optim_muon():
+    found = []
+    for build in (Muon, torch.optim.Muon):
+        params = parameters()
+        optimizer = build(params)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+        found.append([])
+        for step in range(4):
+            train(optimizer, params, steps=1, start=step)
+            scheduler.step()
+            found[-1].append(optimizer.param_groups[0]["momentum"])
+    assert found[0] == found[1]
 
 
 def test_pickle_and_deepcopy():
@@ -324,6 +368,7 @@ def test_closure_is_called_with_gradients_enabled_and_its_value_returned():
         ({"adjust_lr_fn": "arbitrary"}, "Adjust learning rate function arbitrary is not supported"),
         ({"ns_steps": 100}, "ns_steps should be between 0 and 99"),
         ({"ns_coefficients": "nonsense"}, "'nonsense'"),
+        ({"betas": (0.9,)}, r"betas should be two numbers but are: \(0.9,\)"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] should be in \[0, 1\) but is: 1.0"),
         ({"matrix": "columns"}, "matrix should be None, 'batch' or 'flatten' but is: 'columns'"),
         ({"split": 5}, r"split=5 should divide the 8 rows of a \(8, 8\) parameter"),
@@ -347,6 +392,27 @@ def test_vectors_are_refused_by_name(shape):
     Muon([{"params": named, "algorithm": "adamw"}])
 
 
+def test_the_epsilon_of_an_adamw_group_has_its_own_name():
+    with pytest.raises(ValueError, match="adamw_eps"):
+        Muon([{"params": parameters(), "algorithm": "adamw", "eps": 1e-6}])
+
+
+def test_a_group_that_raises_leaves_no_trace():
+    optimizer = Muon(parameters())
+    for bad in ({"betas": 0.9}, {"lr": -1.0}):
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.add_param_group({"params": parameters(seed=1), **bad})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_may_change_its_algorithm():
+    params = parameters()
+    optimizer = Muon(params)
+    train(optimizer, params, steps=1)
+    optimizer.param_groups[0]["algorithm"] = "adamw"
+    assert all(p.isfinite().all() for p in train(optimizer, params, steps=1))
+
+
 def test_unknown_algorithm():
     with pytest.raises(ValueError, match="algorithm should be 'muon' or 'adamw' but is: 'sgd'"):
         Muon([{"params": parameters(), "algorithm": "sgd"}])
@@ -361,3 +427,5 @@ def test_complex_and_sparse_are_refused():
     p.grad = torch.zeros(3, 3).to_sparse()
     with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
         Muon([p]).step()
+    with pytest.raises(RuntimeError, match="AdamW does not support sparse gradients"):
+        Muon([{"params": [p], "algorithm": "adamw"}]).step()

@@ -83,7 +83,12 @@ def test_pack_and_apply(n, m, dtype, momentum, nesterov, maximize, scale):
 
 @pytest.mark.parametrize(
     ("shapes", "split"),
-    [([(60, 20), (60, 20)], (20, 20, 20)), ([(60, 20), (2, 60, 20)], 3), ([(6, 2, 3, 3), (18, 6)], None)],
+    [
+        ([(60, 20), (60, 20)], (20, 20, 20)),
+        ([(60, 20), (2, 60, 20)], 3),
+        ([(6, 2, 3, 3), (18, 6)], None),
+        ([(3, 12, 20), (12, 20)], (4, 8)),  # rows split out of a batch leave gaps
+    ],
 )
 def test_blocks_of_rows_batches_and_convolutions_are_reached(shapes, split):
     ours, theirs = tensors(shapes), tensors(shapes)
@@ -110,7 +115,7 @@ def test_a_plan_serves_other_tensors_and_other_scalars():
 def test_an_unaligned_gradient_is_read_right_after_aligned_ones():
     shapes = [(32, 64)]
     plan = plan_for(*tensors(shapes))
-    for offset in (0, 1, 0, 1):
+    for offset in (0, 0, 0, 1, 1, 1, 0):  # on a GPU: run, record, replay, then the same again
         ours, theirs = tensors(shapes), tensors(shapes)
         storage = torch.empty(32 * 64 + 1, device=DEVICE)
         ours[1] = [storage[offset : offset + 32 * 64].view(32, 64).copy_(theirs[1][0])]
@@ -153,8 +158,17 @@ def test_buckets_are_bounded_and_lose_nothing(shapes, together, most):
 @pytest.mark.parametrize("layout", ["transposed", "double"])
 def test_what_does_not_suit(layout):
     p = randn((20, 30), 0)
-    assert suits(p)
+    assert suits(p) and suits(torch.nn.Parameter(p))
     assert not suits(p, p.mT if layout == "transposed" else p.double())
+
+
+def test_a_subclass_does_not_suit():
+    """A DTensor's own address is 0; its elements lie elsewhere."""
+
+    class Elsewhere(torch.Tensor):
+        pass
+
+    assert not suits(randn((20, 30), 0).as_subclass(Elsewhere))
 
 
 def test_optimizer_replans_when_something_changes(monkeypatch):

@@ -74,6 +74,30 @@ def test_a_linear_as_wide_as_the_vocabulary_is_the_head():
     assert algorithms(param_groups(model))["2.weight"] == "adamw"
 
 
+def test_names_that_mislead():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 8)
+            self.decoder = nn.Linear(8, 50, bias=False)  # the head, though not the last
+            self.value = nn.Linear(8, 1, bias=False)
+            self.w1_bias = nn.Parameter(torch.zeros(4, 8))  # of experts
+            self.mlp = nn.ModuleDict({"gate": nn.Linear(8, 16, bias=False), "output": nn.Linear(8, 8, bias=False)})
+
+    found = algorithms(param_groups(Net()))
+    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
+        "embedding.weight",
+        "decoder.weight",
+        "w1_bias",
+    }
+
+
+def test_a_wrapped_head_is_a_head():
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"fc": nn.Linear(8, 10), "body": nn.Linear(8, 8)})})
+    found = algorithms(param_groups(wrapped))
+    assert found["module.fc.weight"] == "adamw" and found["module.body.weight"] == "muon"
+
+
 def test_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
@@ -99,12 +123,23 @@ def test_overrides_by_pattern_the_last_match_counts():
     ("overrides", "message"),
     [
         ({"nothing.*": "muon"}, r"'nothing\.\*' matches no trainable parameter"),
+        ({"wte.*": {"Lr": 1.0}}, "overrides: there is no option 'Lr'"),
         ({"wte.*": "sgd"}, "should go to 'muon' or 'adamw' but is: 'sgd'"),
     ],
 )
 def test_bad_overrides(overrides, message):
     with pytest.raises(ValueError, match=message):
         param_groups(GPT(tied=False), overrides=overrides)
+
+
+def test_use_muon_in_an_override():
+    groups = param_groups(GPT(tied=False), overrides={"blocks.0.qkv.weight": {"use_muon": False}})
+    assert algorithms(groups)["blocks.0.qkv.weight"] == "adamw"
+
+
+def test_misspelt_options():
+    with pytest.raises(ValueError, match=r"muon: there is no option 'Lr'; options are .*lr"):
+        param_groups(GPT(tied=False), muon={"Lr": 1.0})
 
 
 def test_the_table_names_every_parameter_once_with_shape_algorithm_and_why():
