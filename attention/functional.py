@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import ops  # noqa: F401  (registers the operators)
 
@@ -77,6 +78,7 @@ def flash_attention(
         dropout_p=dropout_p != 0.0,
         return_max_logits=return_max_logits,
     )
+    _refuse_forward_mode(q, k, v)
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
     if scale is None:
@@ -126,6 +128,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask is given and is_causal=True: give one or the other")
     _refuse_unsupported(attn_mask=attn_mask is not None, dropout_p=dropout_p != 0.0)
+    _refuse_forward_mode(query, key, value)
     query, key, value = _autocast(query, key, value)
     q, k, v = (_swap_heads(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     _check_tensors(q, k, v, names=("query", "key", "value"))
@@ -145,6 +148,14 @@ def _refuse_unsupported(**given: bool) -> None:
     for name, is_given in given.items():
         if is_given:
             raise NotImplementedError(f"{name} is not supported yet")
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """torch would leave an operator's missing forward-mode derivative out, as if it were zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("flash_attention has no forward-mode derivative (jvp): use reverse mode (backward)")
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,7 @@ SHAPES = [
     "1,16384,16,128,causal",
     "4,4096,8,256,causal",
 ]
+SLEEP_CYCLES = 4_000_000  # about 2 ms, so that the device is busy until Python has launched what is measured
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, H, S, D) in and out, as views of (B, S, H, D)
 
 
@@ -78,15 +79,17 @@ def measure(batch: int, seqlen: int, heads: int, width: int, causal: bool, repea
     for x in (q, k, v):
         x.requires_grad_()
     attends = variants(seqlen, causal, with_flex)
-    flush = torch.empty(2**28, device="cuda", dtype=torch.int32)  # writing 1 GB empties L2 and outlasts any launch
+    flush = torch.empty(2**26, device="cuda", dtype=torch.int32)  # writing it empties the L2 cache
     times: dict[str, tuple[list[float], list[float]]] = {}
     for repeat in range(repeats + 3):
         for name, attend in list(attends.items()):
             try:
                 flush.zero_()
+                torch.cuda._sleep(SLEEP_CYCLES)
                 out: list[Tensor] = []
                 forward = milliseconds(lambda attend=attend, out=out: out.append(attend(q, k, v)))
                 flush.zero_()
+                torch.cuda._sleep(SLEEP_CYCLES)
                 backward = milliseconds(lambda out=out: torch.autograd.grad(out[0], (q, k, v), grad))
             except RuntimeError as error:
                 print(f"# {name} can't run {batch},{seqlen},{heads},{width}: {str(error).splitlines()[0]}")

@@ -124,6 +124,14 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+def test_forward_mode_is_refused():
+    q, k, v, tangent = torch.randn(4, 1, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (tangent,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        scaled_dot_product_attention(torch.autograd.forward_ad.make_dual(q, tangent), k, v)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_score_matrix_is_formed(causal):
     from attention.reference import TILE, tiled_backward, tiled_forward

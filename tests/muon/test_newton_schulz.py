@@ -65,6 +65,14 @@ def test_gram_agrees_with_the_polynomial_in_float64(rows, cols, kind, preset, se
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("kind", SPECTRA)
+def test_the_plain_iteration_in_float64_is_the_truth_too(kind, preset):
+    """So tests/gpu may use it, where a singular value decomposition takes longer than all the rest."""
+    G = spectrum(kind, 2, 40, 90, torch.Generator().manual_seed(0)) * 1e20
+    assert error(plain_newton_schulz(G, schedule(preset, 5), torch.float64), truth(G, preset)) < 1e-11
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", SPECTRA)
 def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
     G = spectrum(kind, 1, 64, 160, torch.Generator().manual_seed(0)).float()
     expected = truth(G, preset)
