@@ -9,20 +9,17 @@ A forward counts 4·B·H·S²·D operations (half of it when causal), a backward
 from __future__ import annotations
 
 import argparse
-import csv
-import shlex
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attention import flash_attention
+from benchmarks.common import setting, write_csv
 
 SHAPES = [
     "16,1024,32,64,causal",
@@ -121,13 +118,8 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which takes long to compile")
     parser.add_argument("--csv", metavar="PATH", help="write every number there")
     arguments = parser.parse_args()
-    setting = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": shlex.join(["python", "-m", "benchmarks.attention", *sys.argv[1:]]),
-    }
-    print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**setting))
+    made_by = setting("attention")
+    print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**made_by))
     print("| B, S, H, D | mask | " + "TFLOP/s forward / backward |")
     rows = []
     for shape in arguments.shapes:
@@ -138,10 +130,7 @@ def main() -> None:
         print(f"| {', '.join(sizes)} | {mask} | " + " | ".join(cells) + " |", flush=True)
         rows += found
     if arguments.csv:
-        with open(arguments.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*rows[0], *setting])
-            writer.writeheader()
-            writer.writerows(row | setting for row in rows)
+        write_csv(arguments.csv, rows, made_by)
 
 
 if __name__ == "__main__":

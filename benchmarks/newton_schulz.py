@@ -8,17 +8,14 @@ symmetric products counted as half; `copy` is reading the batch and writing it b
 """
 
 import argparse
-import csv
-import shlex
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from benchmarks.common import setting, write_csv
 from muon import orthogonalize
 from muon.newton_schulz import segments
 from muon.polynomials import KELLER_JORDAN, schedule
@@ -149,20 +146,10 @@ def main() -> None:
             "| {copy_ms:.3f} | {smallest_singular_value:.2f} to {largest_singular_value:.2f} |"
         )
         print(cells.format(**row, loop=loop, fraction=row["floor_ms"] / row["ours_ms"]), flush=True)
-    setting = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "tflops": flops / 1e9,
-        "tbytes_per_second": bandwidth / 1e9,
-        "command": shlex.join(["python", "-m", "benchmarks.newton_schulz", *sys.argv[1:]]),
-    }
-    print("{gpu}, torch {torch}, triton {triton}: `{command}`".format(**setting))
+    made_by = setting("newton_schulz") | {"tflops": flops / 1e9, "tbytes_per_second": bandwidth / 1e9}
+    print("{gpu}, torch {torch}, triton {triton}: `{command}`".format(**made_by))
     if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *setting])
-            writer.writeheader()
-            writer.writerows(row | setting for row in rows)
+        write_csv(args.csv, rows, made_by)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ several steps in a row, and the median over the rounds counts. `launches` are CU
 """
 
 import argparse
-import csv
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
 import torch
-import triton
 
+from benchmarks.common import setting, write_csv
 from muon import Muon
 
 GPT2_124M = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
@@ -110,18 +108,10 @@ def main() -> None:
             rows.append(row)
             print("| {model} | {optimizer} | {ms:.2f} | {python_ms:.2f} | {launches} | {extra_mib:.0f} |".format(**row))
         sys.stdout.flush()
-    setting = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": shlex.join(["python", "-m", "benchmarks.optimizer_step", *sys.argv[1:]]),
-    }
-    print("{gpu}, torch {torch}, triton {triton}: `{command}`".format(**setting))
+    made_by = setting("optimizer_step")
+    print("{gpu}, torch {torch}, triton {triton}: `{command}`".format(**made_by))
     if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *setting])
-            writer.writeheader()
-            writer.writerows(row | setting for row in rows)
+        write_csv(args.csv, rows, made_by)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,6 @@ def pack(bucket: Bucket, X: Tensor, weight: float, *, nesterov: bool, maximize: 
     momentum ← weight momentum + (1 - weight) grad; the update is the momentum or, with Nesterov,
     weight momentum + (1 - weight) grad of the new momentum.
     """
-    n, m = bucket.sides
     momentums = [block.momentum for block in bucket.blocks]
     grads = [block.grad.to(block.momentum.dtype) for block in bucket.blocks]
     if maximize:
@@ -146,7 +145,7 @@ def pack(bucket: Bucket, X: Tensor, weight: float, *, nesterov: bool, maximize: 
     for update, block in zip(updates, bucket.blocks, strict=True):
         matrices = update.reshape(block.count, block.rows, block.cols)
         wide.append(matrices.mT if block.is_tall else matrices)
-    X[:, :n, :m].copy_(normalize(torch.cat(wide), eps))
+    normalize(torch.cat(wide), X, eps)
 
 
 def apply(bucket: Bucket, X: Tensor, decay: float, scale_wide: float, scale_tall: float) -> None:
@@ -159,12 +158,14 @@ def apply(bucket: Bucket, X: Tensor, decay: float, scale_wide: float, scale_tall
         block.param.add_(update, alpha=scale_tall if block.is_tall else scale_wide)
 
 
-def normalize(G: Tensor, eps: float) -> Tensor:
-    """Each matrix of G over its Frobenius norm, in at least float32.
+def normalize(G: Tensor, X: Tensor, eps: float) -> None:
+    """X (batch, n', m') = each matrix of G (batch, rows, cols) over its Frobenius norm, transposed if it is tall.
 
-    The largest magnitude is divided out first, so that squares neither overflow nor vanish.
+    The norm is taken in at least float32, after the largest magnitude has been divided out, so that squares neither
+    overflow nor vanish.
     """
-    largest = G.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = G.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
+    wide = G.mT if G.shape[1] > G.shape[2] else G
+    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
+    scaled = wide.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
     norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
-    return scaled.div_(norm.clamp(min=eps))
+    X[:, : wide.shape[1], : wide.shape[2]].copy_(scaled.div_(norm.clamp(min=eps)))

@@ -55,8 +55,7 @@ class TorchOperations:
         return like.new_empty(batch, n, m, dtype=dtype)
 
     def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
-        wide = G.mT if G.shape[1] > G.shape[2] else G
-        X[:, : wide.shape[1], : wide.shape[2]].copy_(normalize(wide, eps))
+        normalize(G, X, eps)
 
     def gram(self, X: Tensor) -> Tensor:
         return X @ X.mT

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muon.kernels import stages
 from muon.kernels.stages import ALIGNMENT
-from muon.newton_schulz import TorchOperations
+from muon.matrices import normalize
 
 
 @triton.jit
@@ -160,7 +160,7 @@ class TritonOperations:
         if G.is_contiguous() and G.dtype in stages.DTYPES:
             stages.normalize(G, X, eps)
         else:
-            TorchOperations().normalize(G, X, eps)
+            normalize(G, X, eps)
 
     def gram(self, X: Tensor) -> Tensor:
         return _symmetric_product(X, X, 1.0)

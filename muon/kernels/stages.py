@@ -42,6 +42,22 @@ def _scalar(scalar_ptr, matrix, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def _tile(table_ptr, n, m, TILE: tl.constexpr):
+    """This program's matrix, and its (TILE, TILE) tile: first row and column, offsets, and which of them lie in it."""
+    num_pid_m = tl.cdiv(m, TILE)
+    matrix = tl.program_id(0) // (tl.cdiv(n, TILE) * num_pid_m)
+    pid_n = tl.program_id(0) // num_pid_m % tl.cdiv(n, TILE)
+    pid_m = tl.program_id(0) % num_pid_m
+    is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
+    row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
+    rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
+    offs = tl.arange(0, TILE)
+    mask = (row + offs < rows)[:, None] & (col + offs < cols)[None, :]
+    tile = (row.to(tl.int64) * cols + col) + offs[:, None] * cols + offs[None, :]
+    return matrix, is_tall, row, col, tile, mask
+
+
+@triton.jit
 def _look_ahead(grad, momentum, weight, NESTEROV: tl.constexpr):
     return grad + weight * (momentum - grad) if NESTEROV else momentum
 
@@ -111,16 +127,8 @@ def pack_kernel(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """X[matrix] = update / its norm, a (TILE, TILE) tile of it; norms (batch, 2) are (largest magnitude, the rest)."""
-    num_pid_m = tl.cdiv(m, TILE)
-    matrix = tl.program_id(0) // (tl.cdiv(n, TILE) * num_pid_m)
-    pid_n = tl.program_id(0) // num_pid_m % tl.cdiv(n, TILE)
-    pid_m = tl.program_id(0) % num_pid_m
-    is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
-    row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
-    rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
+    matrix, is_tall, row, col, tile, mask = _tile(table_ptr, n, m, TILE)
     offs = tl.arange(0, TILE)
-    mask = (row + offs < rows)[:, None] & (col + offs < cols)[None, :]
-    tile = (row.to(tl.int64) * cols + col) + offs[:, None] * cols + offs[None, :]  # (TILE, TILE)
     update = tl.load(_address(table_ptr, matrix, MOMENTUM, ALIGNED, MOMENTUM_DTYPE) + tile, mask=mask, other=0.0)
     update = update.to(tl.float32)
     if NESTEROV:
@@ -144,16 +152,8 @@ def apply_kernel(
     ALIGNED: tl.constexpr, PARAM_DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """param ← decay param + scale X[matrix], a (TILE, TILE) tile of it."""
-    num_pid_m = tl.cdiv(m, TILE)
-    matrix = tl.program_id(0) // (tl.cdiv(n, TILE) * num_pid_m)
-    pid_n = tl.program_id(0) // num_pid_m % tl.cdiv(n, TILE)
-    pid_m = tl.program_id(0) % num_pid_m
-    is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
-    row, col = tl.where(is_tall, pid_m, pid_n) * TILE, tl.where(is_tall, pid_n, pid_m) * TILE
-    rows, cols = tl.where(is_tall, m, n), tl.where(is_tall, n, m)
+    matrix, is_tall, row, col, tile, mask = _tile(table_ptr, n, m, TILE)
     offs = tl.arange(0, TILE)
-    mask = (row + offs < rows)[:, None] & (col + offs < cols)[None, :]
-    tile = (row.to(tl.int64) * cols + col) + offs[:, None] * cols + offs[None, :]  # (TILE, TILE)
     x_ptr += matrix.to(tl.int64) * stride_xb
     param_ptr = _address(table_ptr, matrix, PARAM, ALIGNED, PARAM_DTYPE)
     param = tl.load(param_ptr + tile, mask=mask, other=0.0).to(tl.float32)
