@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from muon.matrices import normalize
 from muon.polynomials import KELLER_JORDAN, Coefficients, Triple, schedule
@@ -260,13 +261,16 @@ def uses_triton(backend: Backend, G: Tensor, dtype: torch.dtype | None = None) -
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend should be 'auto', 'torch' or 'triton' but is: {backend!r}")
     is_double = (dtype or G.dtype) == torch.float64
+    is_plain = type(G) in (Tensor, Parameter)  # a subclass, such as a DTensor, may have its elements elsewhere
     if backend == "triton" and not _has_triton():
         raise ValueError("backend='triton' needs the package triton, which is not installed: use 'torch' or 'auto'")
     if backend == "triton" and not (G.is_cuda or _interpreting()):
         raise ValueError(f"backend='triton' needs a CUDA tensor but G is on: {G.device}")
+    if backend == "triton" and not is_plain:
+        raise ValueError(f"backend='triton' needs a plain tensor but G is a: {type(G).__name__}")
     if backend == "triton" and is_double:
         raise ValueError("backend='triton' has no float64: use 'torch', or another dtype")
-    return backend == "triton" or (backend == "auto" and G.is_cuda and not is_double and _has_triton())
+    return backend == "triton" or (backend == "auto" and G.is_cuda and is_plain and not is_double and _has_triton())
 
 
 @cache

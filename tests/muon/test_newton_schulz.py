@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muon import PRESETS, orthogonalize
-from muon.newton_schulz import TorchOperations, gram_iteration, iterate, operations, pick_iteration
+from muon.newton_schulz import TorchOperations, gram_iteration, iterate, operations, pick_iteration, uses_triton
 from muon.polynomials import KELLER_JORDAN, schedule
 
 FLOOR = 1e-6
@@ -249,6 +249,19 @@ def test_bad_options(options, exception, message):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with pytest.raises(exception, match=message):
         orthogonalize(torch.zeros(3, 3, device=device), **options)
+
+
+def test_triton_refuses_what_may_have_its_elements_elsewhere():
+    pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+
+    class Elsewhere(torch.Tensor):
+        pass
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    G = torch.randn(3, 3, device=device).as_subclass(Elsewhere)
+    with pytest.raises(ValueError, match="needs a plain tensor but G is a: Elsewhere"):
+        orthogonalize(G, backend="triton")
+    assert not uses_triton("auto", G)
 
 
 def test_the_result_carries_no_gradient():
