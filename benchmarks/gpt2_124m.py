@@ -9,8 +9,6 @@ the rounds, each timed from one idle device to the next, batches included.
 
 from __future__ import annotations
 
-import csv
-import shlex
 import statistics
 import sys
 import time
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import setting, write_csv
 from examples import train
 from examples.gpt import data
 from examples.gpt.cli import ArgumentParser, UserError, positive_int, run
@@ -28,17 +27,6 @@ from examples.gpt.presets import PRESETS, Preset
 
 VARIANTS = [("muon", "flash"), ("adamw", "flash"), ("muon", "sdpa"), ("adamw", "sdpa")]
 BASELINE = ("adamw", "sdpa")
-COLUMNS = (
-    "optimizer",
-    "attention",
-    "step_ms",  # median over the rounds
-    "step_ms_lowest",
-    "step_ms_highest",
-    "tokens_per_second",
-    "optimizer_ms",  # optimizer.step() alone, back to back
-    "peak_memory_gib",  # of the allocations of this variant alone
-    "loss",  # after the last step, to see that it learns
-)
 
 
 class Trainer:
@@ -91,13 +79,13 @@ class Trainer:
         return {
             "optimizer": self.variant[0],
             "attention": self.variant[1],
-            "step_ms": step_ms,
+            "step_ms": step_ms,  # median over the rounds
             "step_ms_lowest": min(self.round_ms),
             "step_ms_highest": max(self.round_ms),
             "tokens_per_second": 1e3 * self.preset.batch * self.preset.context / step_ms,
-            "peak_memory_gib": self.peak_bytes / 2**30,
-            "loss": self.loss.item(),
-            "optimizer_ms": self.optimizer_ms(steps),
+            "peak_memory_gib": self.peak_bytes / 2**30,  # of the allocations of this variant alone
+            "loss": self.loss.item(),  # after the last step, to see that it learns
+            "optimizer_ms": self.optimizer_ms(steps),  # optimizer.step() alone, back to back
         }
 
 
@@ -160,13 +148,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]], setting: dict[str, str]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *setting])
-        writer.writeheader()
-        writer.writerows(row | setting for row in rows)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m benchmarks.gpt2_124m", description="Time training steps of gpt2-124m.")
     add = parser.add_argument
@@ -181,21 +162,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     corpus = data.load(None, preset.context)
     rows = measure(preset, corpus, device, rounds=args.rounds, steps=args.steps)
-    setting = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": str(train.triton_version()),
-        "command": shlex.join(["python", "-m", "benchmarks.gpt2_124m", *(sys.argv[1:] if argv is None else argv)]),
-    }
+    made_by = setting("gpt2_124m", argv)
     print(f"\n{table(rows)}\n")
-    print(f"{setting['gpu']}, torch {setting['torch']}, triton {setting['triton']}: `{setting['command']}`")
+    print("{gpu}, torch {torch}, triton {triton}: `{command}`".format(**made_by))
     print(
         f"{preset.layers} layers of width {preset.width}, {preset.heads} heads, {preset.batch} x {preset.context} "
         f"tokens a step, {preset.dtype}, torch.compile, vocabulary {preset.vocab_size:,}; the tokens are bytes, "
         "because GPT-2's tokeniser is not on the machine"
     )
     if args.csv:
-        write_csv(args.csv, rows, setting)
+        write_csv(args.csv, rows, made_by)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from muon.matrices import MatrixMode, Split, buckets
 from muon.newton_schulz import iterate, operations, pick_dtype, pick_iteration
 from muon.polynomials import Triple
 
-# A bucket's matrices in 16 bits; the iteration takes up to four times that. More layers than fit become more buckets.
+# What a bucket holds at most; more layers than fit become more buckets. With 24 layers of width 2048 the graph keeps
+# 4.5 GiB (docs/performance.md): X twice, the square matrices, and what buckets of other sides don't reuse.
 MOST_ELEMENTS = 2**28
 
 

@@ -30,10 +30,9 @@ def load_tile(x_desc, batch, head, start, length, ROWS: tl.constexpr, D: tl.cons
         # Strides come in units of 16 bytes, which tells the compiler that it may load as much at once.
         ptr = x_desc[0]
         unit: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-        stride_s = x_desc[3] * unit
-        # The tile's base is a 64-bit scalar, so that the offsets inside the tile can be 32-bit.
+        stride_s = tl.cast(x_desc[3], tl.int64) * unit  # positions may lie any distance apart
         ptr += tl.cast(batch, tl.int64) * x_desc[1] * unit + tl.cast(head, tl.int64) * x_desc[2] * unit
-        ptr += tl.cast(start, tl.int64) * stride_s
+        ptr += start * stride_s
         offs_s = tl.arange(0, ROWS)
         offs_d = tl.arange(0, BLOCK_D)
         mask = (offs_s[:, None] < length - start) & (offs_d[None, :] < D)

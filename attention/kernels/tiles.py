@@ -46,7 +46,7 @@ PORTABLE_16BIT = {
 
 # fp32 products are exact (no tf32), so they run on the ordinary cores and the tiles have to stay small.
 ANY_32BIT = {
-    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    32: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     64: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     128: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 1)),
     256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from muon.kernels.stages import DTYPES
+from muon.kernels.stages import ALIGNMENT, DTYPES
 from muon.polynomials import Triple
 
 BLOCK_M = 64
@@ -110,7 +110,7 @@ def orthogonalize_small(
     batch, rows, cols = G.shape
     steps = [triple for segment in segments for triple in segment]
     restarts = sum(1 << sum(map(len, segments[:i])) for i in range(len(segments)))
-    out = torch.empty_strided(G.shape, G.stride(), dtype=G.dtype, device=G.device)
+    out = _empty(G)
     is_tall = rows > cols
     block_n = max(16, triton.next_power_of_2(min(rows, cols)))
     block = [1, BLOCK_M, block_n] if is_tall else [1, block_n, BLOCK_M]
@@ -125,9 +125,14 @@ def orthogonalize_small(
 
 
 def _describable(G: Tensor) -> Tensor:
-    """G, or a copy of it, with rows that begin on whole 16-byte units."""
-    if G.stride(2) == 1 and G.data_ptr() % 16 == 0 and all(s * G.element_size() % 16 == 0 for s in G.stride()[:2]):
+    """G, or a copy of it that a descriptor can read: rows apart, each beginning on a whole 16-byte unit."""
+    strides = [stride * G.element_size() for stride in G.stride()[:2]]
+    if G.stride(2) == 1 and G.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides):
         return G
+    return _empty(G).copy_(G)
+
+
+def _empty(G: Tensor) -> Tensor:
+    """Like G, with rows that begin on whole 16-byte units."""
     batch, rows, cols = G.shape
-    copy = G.new_empty(batch, rows, -(-cols // 16) * 16)[:, :, :cols]
-    return copy.copy_(G)
+    return G.new_empty(batch, rows, -(-cols // ALIGNMENT) * ALIGNMENT)[:, :, :cols]

@@ -176,6 +176,15 @@ def test_offsets_beyond_32_bits():
     torch.testing.assert_close(flash_attention(tail, last, last), expected[:, -64:], rtol=0, atol=0)
 
 
+def test_positions_far_apart():
+    """In float32 a tile's offsets once wrapped where 33 positions lie 2^26 elements apart: a segmentation fault."""
+    length, width, apart = 40, 16, 2**26
+    x = torch.empty(length * apart, device="cuda").as_strided((1, length, 1, width), (length * apart, apart, width, 1))
+    x.copy_(torch.randn(1, length, 1, width))
+    close = x.contiguous()
+    assert torch.equal(flash_attention(x, x, x, causal=True), flash_attention(close, close, close, causal=True))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_other_than_the_current_device():
     q = torch.randn(1, 100, 2, 64, device="cuda:1", dtype=BF16, requires_grad=True)

@@ -31,6 +31,13 @@ def truth(G, ns_coefficients, ns_steps=5):
     return plain_newton_schulz(G.double(), schedule(ns_coefficients, ns_steps), torch.float64)
 
 
+def assert_as_good_as_plain(result, G):
+    """At most twice the error of plain torch in bfloat16."""
+    expected = truth(G, KELLER_JORDAN)
+    plain = plain_newton_schulz(G.float(), schedule(KELLER_JORDAN, 5), torch.bfloat16)
+    assert error(result, expected) <= 2 * error(plain, expected) + FLOOR
+
+
 def gaussian(batch, rows, cols, dtype=torch.float32, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(batch, rows, cols, generator=generator, device="cuda").to(dtype)
@@ -133,7 +140,7 @@ def test_a_callers_capture_is_refused():
 def test_more_matrices_than_a_grid_dimension_has_programs():
     G = gaussian(70_000, 8, 8)
     result = orthogonalize(G, method="standard")
-    assert error(result[-50:], truth(G[-50:], KELLER_JORDAN)) < 0.05
+    assert_as_good_as_plain(result[-50:], G[-50:])
 
 
 def test_the_optimizer_on_a_device_that_is_not_current():
@@ -153,4 +160,4 @@ def test_a_tensor_on_a_device_that_is_not_current():
     if torch.cuda.device_count() < 2:
         pytest.skip(reason="needs two GPUs")
     G = gaussian(2, 256, 512).to("cuda:1")
-    assert error(orthogonalize(G), truth(G, KELLER_JORDAN)) < 0.05
+    assert_as_good_as_plain(orthogonalize(G), G)

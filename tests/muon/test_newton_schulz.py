@@ -126,6 +126,27 @@ def test_a_normalised_matrix_is_not_normalised_again(n):
         assert error(result[1], expected[1]) < 5e-3
 
 
+@pytest.mark.parametrize("layout", ["rows expanded", "batch expanded", "sliced", "transposed"])
+def test_small_matrices_of_any_strides(layout):
+    """The result once had the strides of G, so that rows of an expanded G overwrote each other."""
+    pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    G = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    if layout == "rows expanded":
+        G = G[:, :1].expand(2, 32, 64)
+    elif layout == "batch expanded":
+        G = G[:1].expand(2, 32, 64)
+    elif layout == "sliced":
+        G = G[:, :, 16:48]
+    else:
+        G = G.mT
+    result = orthogonalize(G, backend="triton", dtype=torch.float16)
+    twin = orthogonalize(G, backend="torch", method="gram", dtype=torch.float16)
+    expected = truth(G, KELLER_JORDAN)
+    assert error(result, expected) <= 2 * error(twin, expected) + FLOOR
+    assert len({result[0, i].data_ptr() for i in range(len(result[0]))}) == len(result[0])
+
+
 def test_what_auto_means():
     steps = schedule("keller_jordan", 5)
 
@@ -163,8 +184,10 @@ def test_any_shape_stride_and_dtype(shape, rows, cols, layout, dtype, seed):
     assert result.shape == G.shape and result.dtype == dtype
     assert torch.equal(G, before)
     if G.numel():
-        rounding = error(truth(G, KELLER_JORDAN).to(dtype), truth(G, KELLER_JORDAN))
-        assert error(result, truth(G, KELLER_JORDAN)) <= 2e-5 + rounding
+        expected, steps = truth(G, KELLER_JORDAN), schedule(KELLER_JORDAN, 5)
+        rounding = error(expected.to(dtype), expected)
+        compute = torch.promote_types(dtype, torch.float32)
+        assert error(result, expected) <= allowed(G.double(), expected, steps, compute) + rounding
 
 
 @settings(max_examples=25)
@@ -190,7 +213,8 @@ def test_scale_invariance(exponent, seed):
 def test_extreme_magnitudes(magnitude):
     G = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
     G = G / G.abs().max() * magnitude
-    assert error(orthogonalize(G), truth(G, KELLER_JORDAN)) <= 1e-5
+    expected = truth(G, KELLER_JORDAN)
+    assert error(orthogonalize(G), expected) <= allowed(G, expected, schedule(KELLER_JORDAN, 5), torch.float32)
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
