@@ -4,7 +4,7 @@ An odd polynomial of a matrix X = U S Vᵀ acts on its singular values only: a X
 such steps push every singular value towards 1, and the result towards U Vᵀ, the closest semi-orthogonal matrix.
 
 Both iterations below are written over the operations of ``MatrixOperations``: plain torch here, Triton in
-``muon.kernels.products``. They work on batches X (batch, n, m) with n <= m, scaled to Frobenius norm 1.
+``muon.kernels.operations``. They work on batches X (batch, n, m) with n <= m, scaled to Frobenius norm 1.
 """
 
 import importlib.util
@@ -251,7 +251,7 @@ def pick_dtype(iteration: Iteration, dtype: torch.dtype, device: torch.device) -
 def operations(use_triton: bool) -> MatrixOperations:
     if not use_triton:
         return TorchOperations()
-    from muon.kernels.products import TritonOperations
+    from muon.kernels.operations import TritonOperations
 
     return TritonOperations()
 

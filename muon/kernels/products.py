@@ -6,7 +6,7 @@ works. Descriptors want rows of whole 16-byte units, hence the padded allocation
 
 A result known to be symmetric is computed in the lower triangle of tiles and mirrored.
 
-Torch twin of each: ``muon.newton_schulz.TorchOperations``.
+Torch twin of each: ``muon.newton_schulz.TorchOperations``. Where Hopper's own kernels are faster: ``hopper.py``.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from muon.kernels import stages
-from muon.kernels.stages import ALIGNMENT
-from muon.matrices import normalize
 
 
 @triton.jit
@@ -32,7 +28,7 @@ def _triangle(t):
 
 
 @triton.jit
-def _triangle_tile(t, side, GROUP: tl.constexpr):
+def triangle_tile(t, side, GROUP: tl.constexpr):
     """The t-th tile of a lower triangle of ``side`` rows, in bands of GROUP rows, a band column by column.
 
     Programs that run together then share rows and columns, which they find in the L2 cache.
@@ -62,7 +58,7 @@ def symmetric_product_kernel(
     side = tl.cdiv(n, BLOCK_N)
     tiles = side * (side + 1) // 2
     batch = tl.program_id(0) // tiles
-    i, j = _triangle_tile(tl.program_id(0) % tiles, side, GROUP)
+    i, j = triangle_tile(tl.program_id(0) % tiles, side, GROUP)
     row = i * BLOCK_N
     col = j * BLOCK_N
 
@@ -148,42 +144,8 @@ def _update_config(dtype: torch.dtype, n: int) -> Config:
     return WIDE if n > 2048 else GENERAL
 
 
-class TritonOperations:
-    """``muon.newton_schulz.MatrixOperations`` on these kernels."""
-
-    def allocate(self, batch: int, n: int, m: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        padded_n, padded_m = _round_up(n), _round_up(m)
-        new = like.new_empty if (n, m) == (padded_n, padded_m) else like.new_zeros
-        return new((batch, padded_n, padded_m), dtype=dtype)
-
-    def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
-        if G.is_contiguous() and G.dtype in stages.DTYPES:
-            stages.normalize(G, X, eps)
-        else:
-            normalize(G, X, eps)
-
-    def gram(self, X: Tensor) -> Tensor:
-        return _symmetric_product(X, X, 1.0)
-
-    def symmetric(self, A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
-        return _symmetric_product(A, B, alpha, *terms)
-
-    def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
-        batch, n, m = X.shape
-        out = torch.empty_like(X)
-        block_n, block_m, block_k, num_warps, num_stages = _update_config(X.dtype, n)
-        with torch.cuda.device_of(X):
-            update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * batch,)](
-                _tiles(B, block_n, block_k), _tiles(X, block_k, block_m),
-                _tiles(X, block_n, block_m), _tiles(out, block_n, block_m),
-                a, n, m,
-                BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k, GROUP=GROUP, UPCAST=_interpreted_bf16(X),
-                num_warps=num_warps, num_stages=num_stages,
-            )  # fmt: skip
-        return out
-
-
-def _symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
+def symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
+    """alpha A Bᵀ + the terms, known to be symmetric; A, B (batch, n, k), the result (batch, n, n)."""
     batch, n, k = A.shape
     out = A.new_empty(batch, n, n)
     block, _, block_k, num_warps, num_stages = _symmetric_config(A.dtype)
@@ -199,12 +161,24 @@ def _symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, 
     return out
 
 
+def update(B: Tensor, X: Tensor, a: float) -> Tensor:
+    """a X + B X; B (batch, n, n), X (batch, n, m)."""
+    batch, n, m = X.shape
+    out = torch.empty_like(X)
+    block_n, block_m, block_k, num_warps, num_stages = _update_config(X.dtype, n)
+    with torch.cuda.device_of(X):
+        update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * batch,)](
+            _tiles(B, block_n, block_k), _tiles(X, block_k, block_m),
+            _tiles(X, block_n, block_m), _tiles(out, block_n, block_m),
+            a, n, m,
+            BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k, GROUP=GROUP, UPCAST=_interpreted_bf16(X),
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    return out
+
+
 def _tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, rows, cols])
-
-
-def _round_up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _interpreted_bf16(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from helpers.newton_schulz import SPECTRA, error, plain_newton_schulz, spectrum
 
 from muon import Muon, orthogonalize
+from muon.kernels import hopper
 from muon.polynomials import KELLER_JORDAN, schedule
 
 FLOOR = 1e-6
@@ -105,6 +106,38 @@ def test_optimizer_against_torch_optim_muon(dtype):
     theirs = run(lambda params: torch.optim.Muon(params, lr=0.02), dtype)
     for p, q, best in zip(ours, theirs, exact, strict=True):
         assert error(p, best) <= 2 * error(q, best) + FLOOR
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 8, 8), (3, 136, 200), (40, 264, 1000), (30, 1024, 776)], ids=str)
+@pytest.mark.usefixtures("uninitialized_memory_is_nan")
+def test_hopper_products_are_exact_on_integers(size, dtype):
+    """One tile, several of one matrix, several a program; sums of small integers are known to the bit."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(reason="kernels for Hopper alone")
+    _, n, m = size
+    X = torch.randint(-1, 2, size, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(dtype)
+    A = X[:, :, :n] if m >= n else torch.nn.functional.pad(X, (0, n - m))
+    A = A.tril() + A.tril(-1).mT
+    S = A.double()
+    for _ in range(3):
+        assert torch.equal(hopper.symmetric_product(X, X, 1.0), (X.double() @ X.double().mT).to(dtype))
+        result = hopper.symmetric_product(A, A.clone(), 0.25, (2.0, A), (-0.5, A))
+        assert torch.equal(result, (0.25 * S @ S + 1.5 * S).to(dtype))
+        assert torch.equal(hopper.symmetric_product(A, A, 1.0, (-3.0, A)), (S @ S - 3 * S).to(dtype))
+        assert torch.equal(hopper.update(A, X, 3.5), (3.5 * X.double() + S @ X.double()).to(dtype))
+
+
+@pytest.mark.parametrize("size", [(24, 768, 768), (9, 2048, 1024)], ids=str)
+def test_hopper_products_are_symmetric_to_the_bit(size):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(reason="kernels for Hopper alone")
+    X = gaussian(*size, torch.float16) / size[2] ** 0.5
+    A = hopper.symmetric_product(X, X, 1.0)
+    B = hopper.symmetric_product(A, A, 2.0, (-4.775, A))
+    C = hopper.symmetric_product(A, B, 1.0, (3.4445, A), (2.0, B))
+    for result in (A, B, C):
+        assert torch.equal(result, result.mT)
 
 
 def test_float64_is_float64():

@@ -7,7 +7,8 @@ SCRIPT = """
 import torch
 import triton.language as tl
 from helpers.sm90 import compile_kernel
-from muon.kernels import products, small, stages
+from muon.kernels import hopper, products, small, stages
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 
 def check(what, kernel, signature, constants, aligned, expected, **options):
@@ -43,6 +44,23 @@ for dtype, torch_dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("
         constants = {"BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": block_k, "GROUP": 8, "UPCAST": False}
         check(f"update {dtype} {n}:", products.update_kernel, signature, constants, ["n", "m"], expected, **options)
 
+def shared(dtype, rows, cols):
+    layout = NVMMASharedLayout.get_default_for([1, rows, cols], tl.float16)
+    return f"tensordesc<{dtype}[1, {rows}, {cols}],{layout!r}>"
+
+
+for dtype in ("fp16", "bf16"):
+    for symmetric, terms, symmetrize in ((1, 0, 0), (1, 1, 0), (1, 1, 1), (1, 2, 1), (0, 1, 0)):
+        b_shape = (128, 64) if symmetric else (64, 128)
+        signature = {"a_desc": shared(dtype, 128, 64), "b_desc": shared(dtype, *b_shape)}
+        signature |= dict.fromkeys(("c_desc", "d_desc", "out_desc"), shared(dtype, 128, 128))
+        signature |= dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+        signature |= dict.fromkeys(("tiles", "rows", "cols", "depth"), "i32")
+        constants = {"TERMS": terms, "SYMMETRIC": bool(symmetric), "SYMMETRIZE": bool(symmetrize)}
+        expected = ["cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg"]
+        what = f"hopper {dtype} {constants}:"
+        check(what, hopper.product_kernel, signature, constants, [], expected, num_warps=4)
+
 for block_n, num_warps in small.NUM_WARPS.items():
     for tall in (False, True):
         tile = desc("bf16", small.BLOCK_M, block_n) if tall else desc("bf16", block_n, small.BLOCK_M)
@@ -75,5 +93,5 @@ for dtype in (tl.float32, tl.bfloat16):
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 38
+    assert len(lines) == 48
     assert [line for line in lines if not line.endswith(" ok")] == []

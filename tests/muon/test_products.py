@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="kernels need triton, which is for Linux on
 import triton
 import triton.language as tl
 
-from muon.kernels.products import TritonOperations, _triangle_tile
+from muon.kernels.operations import TritonOperations
+from muon.kernels.products import triangle_tile
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
@@ -34,7 +35,7 @@ def integers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def test_the_triangle_of_tiles_is_covered_once(side):
     @triton.jit
     def kernel(out_ptr, side, GROUP: tl.constexpr):
-        i, j = _triangle_tile(tl.program_id(0), side, GROUP)
+        i, j = triangle_tile(tl.program_id(0), side, GROUP)
         tl.store(out_ptr + 2 * tl.program_id(0), i)
         tl.store(out_ptr + 2 * tl.program_id(0) + 1, j)
 
