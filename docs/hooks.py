@@ -15,7 +15,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-SOURCES = ("muon/**/*.py", "attention/**/*.py", "examples/**/*.py", "benchmarks/*.py", "docs/draw/*.py")
+SOURCES = (
+    "muon/**/*.py",
+    "attention/**/*.py",
+    "examples/**/*.py",
+    "benchmarks/*.py",
+    "docs/draw/*.py",
+    "tests/docs/*.py",
+)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 

@@ -78,7 +78,7 @@ def draw_online_softmax(folder: Path) -> None:
         l, a, m = l * rescale + weights.sum().item(), a * rescale + weights @ v[tile], new_m
         shares = [share * rescale for share in shares] + [weights.sum().item()]
         print(f"{index + 1:4}  {m:8.3f}  {rescale:11.3f}  {l:7.3f}  {a[0]:.3f} {a[1]:.3f}")
-        left.bar(range(start, start + TILE), scores[tile], color=f"C{index}")
+        left.bar(range(start, start + TILE), scores[tile].numpy(), color=f"C{index}")
         left.plot((start - 0.5, start + TILE - 0.5), (m, m), color="black", label=None if index else "m")
         bottoms = np.cumsum([0.0, *shares[:-1]])
         right.bar([index] * len(shares), shares, bottom=bottoms, color=[f"C{i}" for i in range(len(shares))])
