@@ -105,6 +105,7 @@ def draw_ball(folder: Path) -> None:
         panel.set_aspect("equal")
         values = ", ".join(f"{s:.3f}" for s in torch.linalg.svdvals(X).tolist())
         print(f"  after {count} steps: {values}")
+    print(f"a singular value of 0.01 after five such steps: {p((CONVERGING_TAIL,) * 5, np.array(0.01)):.3f}")
     save(figure, folder, "muon_ball.svg")
 
 
