@@ -80,10 +80,10 @@ def draw_polynomials(folder: Path) -> None:
             color = plt.cm.Blues(0.25 + 0.5 * count / len(steps))
             panel.semilogx(s, p(steps[:count], s), color="black" if last else color, linewidth=1.5 if last else 0.9)
         low, high = output_range(steps)
-        image = p(steps, s)
+        image = p(steps, np.geomspace(0.01, LARGEST_SINGULAR_VALUE, 100_001))
         panel.axhline(1, color="grey", linewidth=0.8)
         panel.set(title=f"{name}, {len(steps)} steps", xlabel="singular value before", ylim=(0, 2))
-        print(f"  {name:14} ({low:.0f}, {high:.3f}], from 0.01 on [{image[s >= 0.01].min():.3f}, {high:.3f}]")
+        print(f"  {name:14} ({low:.0f}, {high:.3f}], from 0.01 on [{image.min():.3f}, {image.max():.3f}]")
     axes[0].set_ylabel("after 1, 2, ... steps")
     save(figure, folder, "muon_polynomials.svg")
 
