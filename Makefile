@@ -2,6 +2,7 @@
 #   make train                       train a GPT with Muon and FlashAttention on this machine
 #   make train ARGS="--steps 200"    the same with options (make train ARGS=--help lists them)
 #   make test                        lint, types and tests; with a GPU also tests/gpu
+#   make docs                        build the documentation into site/; open site/index.html
 #   make clean                       remove .venv and what runs have written
 SYSTEM_PYTHON ?= python3
 PYTHON := .venv/bin/python
@@ -10,7 +11,7 @@ ARGS ?=
 # A waiting thread of torch's sleeps soon instead of spinning, or two cores that do anything else come to a crawl.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: train test clean
+.PHONY: train test docs clean
 
 train: .venv/installed-examples
 	@$(PYTHON) -m examples.train $(ARGS)
@@ -21,6 +22,9 @@ test: .venv/installed-dev
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest
 
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 .venv/bin/python:
 	$(SYSTEM_PYTHON) -m venv .venv
 
@@ -30,4 +34,4 @@ test: .venv/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv runs site build *.egg-info
