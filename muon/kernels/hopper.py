@@ -8,6 +8,8 @@ epilogue, which a grid of plain programs can't have: those that share a processo
 The portable twins are in ``products.py``; the torch twin is ``muon.newton_schulz.TorchOperations``.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -195,6 +197,16 @@ def product_kernel(
     )  # fmt: skip
 
 
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def tiles(batch: int, n: int, m: int) -> int:
     """Tiles of a product (batch, n, m)."""
     return batch * _blocks(n) * _blocks(m)
@@ -222,9 +234,8 @@ def _product(
     batch, n, m = out.shape
     count = symmetric_tiles(batch, n) if symmetric else tiles(batch, n, m)
     (beta, C), (gamma, D) = (*terms, (0.0, out), (0.0, out))[:2]
-    processors = torch.cuda.get_device_properties(A.device).multi_processor_count
     with torch.cuda.device_of(A):
-        product_kernel[(min(count, processors),)](
+        product_kernel[(min(count, processors(A.device)),)](
             _tiles(A, BLOCK, BLOCK_K), _tiles(B, BLOCK, BLOCK_K) if symmetric else _tiles(B, BLOCK_K, BLOCK),
             *(_tiles(T, BLOCK, BLOCK) for T in (C, D, out)),
             alpha, beta, gamma, count, _blocks(n), _blocks(m), triton.cdiv(A.shape[2], BLOCK_K.value),

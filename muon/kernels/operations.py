@@ -1,6 +1,5 @@
 """The operations of Newton-Schulz on Triton's kernels: which kernel multiplies what."""
 
-import functools
 import math
 
 import torch
@@ -51,12 +50,5 @@ def _round_up(size: int) -> int:
 
 def _hopper_processors(tensor: Tensor) -> float:
     """Multiprocessors that can run ``hopper.py`` on this tensor; infinitely many, so that none is busy, if none can."""
-    if not tensor.is_cuda or tensor.element_size() != 2:
-        return math.inf
-    return _processors(tensor.device)
-
-
-@functools.cache
-def _processors(device: torch.device) -> float:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if properties.major == 9 else math.inf
+    suits = tensor.is_cuda and tensor.element_size() == 2 and hopper.is_hopper(tensor.device)
+    return hopper.processors(tensor.device) if suits else math.inf

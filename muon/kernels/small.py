@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from muon.kernels import hopper_small
 from muon.kernels.stages import ALIGNMENT, DTYPES
 from muon.polynomials import Triple
 
@@ -111,13 +112,17 @@ def orthogonalize_small(
     steps = [triple for segment in segments for triple in segment]
     restarts = sum(1 << sum(map(len, segments[:i])) for i in range(len(segments)))
     out = _empty(G)
+    coefficients = tuple(value for triple in steps for value in triple)
+    if hopper_small.suits(G, dtype):
+        hopper_small.orthogonalize_small(G, out, coefficients, restarts, eps)
+        return out
     is_tall = rows > cols
     block_n = max(16, triton.next_power_of_2(min(rows, cols)))
     block = [1, BLOCK_M, block_n] if is_tall else [1, block_n, BLOCK_M]
     g_desc, out_desc = (TensorDescriptor(tensor, tensor.shape, tensor.stride(), block) for tensor in (G, out))
     with torch.cuda.device_of(G):
         small_kernel[(batch,)](
-            g_desc, out_desc, tuple(value for triple in steps for value in triple), max(rows, cols), eps or 0.0,
+            g_desc, out_desc, coefficients, max(rows, cols), eps or 0.0,
             IS_TALL=is_tall, NORMALIZE=eps is not None, STEPS=len(steps), RESTARTS=restarts,
             COMPUTE_DTYPE=DTYPES[dtype], BLOCK_N=block_n, BLOCK_M=BLOCK_M, num_warps=NUM_WARPS[block_n],
         )  # fmt: skip

@@ -1,0 +1,171 @@
+"""The whole Gram iteration of a matrix with at most 64 rows or columns on Hopper, in Gluon: X stays in shared memory.
+
+The portable kernel (``small.py``) walks over G in the L2 cache six times, because Triton has no shared memory that
+outlives a loop. Here a program copies its matrix in once, iterates on it in place and copies the result out.
+
+Torch twin: ``muon.newton_schulz.gram_iteration`` after ``muon.matrices.normalize``.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from muon.kernels.hopper import _barrier, _load, _store, _write, is_hopper
+
+# Triton 3.6 keeps the method private.
+REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+MOST_TILES = 13  # fill the 227 KB of shared memory
+
+SIDE = gl.constexpr(64)  # rows of X, padded
+BLOCK_M = gl.constexpr(128)  # columns of a tile of X
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+
+
+@gluon.jit
+def _multiply(x, y_tile, acc):
+    """x Y + acc in float16: x in registers, Y in shared memory."""
+    x = gl.convert_layout(x, gl.DotOperandLayout(0, SQUARE, 2))
+    return warpgroup_mma(x, y_tile, acc).to(gl.float16)
+
+
+@gluon.jit
+def _normalize(g, x, eps, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """X = G over its Frobenius norm; both lie in the same memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
+    largest = gl.zeros((ROWS, COLS), gl.float32, layout)
+    for t in range(TILES):
+        largest = gl.maximum(largest, gl.abs(g.index(t).load(layout).to(gl.float32)))
+    whole = gl.max(gl.max(largest, 1), 0)
+    whole = gl.where(whole == 0.0, 1.0, whole)
+    squares = gl.zeros((ROWS, COLS), gl.float32, layout)
+    for t in range(TILES):
+        scaled = g.index(t).load(layout).to(gl.float32) / whole
+        squares += scaled * scaled
+    rest = gl.sqrt(gl.sum(gl.sum(squares, 1), 0))
+    rest = gl.where(rest < eps, eps, rest)
+    for t in range(TILES):
+        x.index(t).store((g.index(t).load(layout).to(gl.float32) / whole / rest).to(gl.float16))
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _gram(x, IS_TALL: gl.constexpr, TILES: gl.constexpr):
+    acc = gl.zeros((SIDE, SIDE), gl.float32, SQUARE)
+    for t in range(TILES):
+        tile = x.index(t)
+        flipped = tile.permute((1, 0))
+        if IS_TALL:
+            acc = warpgroup_mma(flipped, tile, acc, is_async=True)
+        else:
+            acc = warpgroup_mma(tile, flipped, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+    return warpgroup_mma_wait(0, deps=[acc]).to(gl.float16)
+
+
+@gluon.jit
+def _update(x_tile, q_tile, shift, IS_TALL: gl.constexpr):
+    """(Q + shift I) of a tile of X, or of Xᵀ, in float32."""
+    if IS_TALL:
+        return warpgroup_mma(x_tile, q_tile, shift * x_tile.load(SQUARE).to(gl.float32))
+    else:
+        return warpgroup_mma(q_tile, x_tile, shift * x_tile.load(WIDE).to(gl.float32))
+
+
+@gluon.jit
+def small_kernel(
+    g_desc, out_desc, coefficients, eps,
+    IS_TALL: gl.constexpr, NORMALIZE: gl.constexpr, STEPS: gl.constexpr, RESTARTS: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """out = U p(S / ‖G‖) Vᵀ; coefficients a, b, c of each step in turn; bit i of RESTARTS: step i begins a segment."""
+    batch = gl.program_id(0)
+    ROWS: gl.constexpr = BLOCK_M if IS_TALL else SIDE
+    COLS: gl.constexpr = SIDE if IS_TALL else BLOCK_M
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], gl.float16)
+    square_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], gl.float16)
+    tiles = gl.allocate_shared_memory(g_desc.dtype, [TILES, 1, ROWS, COLS], g_desc.layout)
+    if REINTERPRET:
+        g = tiles.reinterpret(g_desc.dtype, [TILES, ROWS, COLS], tile_layout)
+        x = tiles.reinterpret(gl.float16, [TILES, ROWS, COLS], tile_layout)
+    else:
+        g = tiles._reinterpret(g_desc.dtype, [TILES, ROWS, COLS], tile_layout)
+        x = tiles._reinterpret(gl.float16, [TILES, ROWS, COLS], tile_layout)
+    r_tile = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], square_layout)
+    z_tile = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], square_layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
+    fence_async_shared()
+    mbarrier.expect(loaded, TILES * g_desc.block_type.nbytes)
+    for t in range(TILES):
+        _load(g_desc, [batch, t * BLOCK_M, 0] if IS_TALL else [batch, 0, t * BLOCK_M], loaded, tiles.index(t))
+    mbarrier.wait(loaded, 0, deps=[tiles])
+    if NORMALIZE:
+        _normalize(g, x, eps, TILES, ROWS, COLS)
+
+    r = gl.zeros((SIDE, SIDE), gl.float16, SQUARE)
+    q = r
+    shift = 1.0
+    for i in gl.static_range(STEPS):
+        a, b, c = coefficients[3 * i], coefficients[3 * i + 1], coefficients[3 * i + 2]
+        if (RESTARTS >> i) & 1:
+            if i > 0:
+                _write(z_tile, q)
+                for t in range(TILES):
+                    _write(x.index(t), _update(x.index(t), z_tile, shift, IS_TALL).to(gl.float16))
+            r = _gram(x, IS_TALL, TILES)
+        _write(r_tile, r)
+        r32 = r.to(gl.float32)
+        z = (c * warpgroup_mma(r_tile, r_tile, gl.zeros((SIDE, SIDE), gl.float32, SQUARE)) + b * r32).to(gl.float16)
+        if (RESTARTS >> i) & 1:
+            q = z
+            shift = a
+            if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
+                _write(z_tile, z)
+        else:
+            _write(z_tile, z)
+            q = _multiply(q, z_tile, a * q.to(gl.float32) + shift * z.to(gl.float32))
+            shift *= a
+        if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
+            rz = _multiply(r, z_tile, a * r32)
+            _write(r_tile, rz)
+            r = _multiply(z, r_tile, a * rz.to(gl.float32))
+
+    _write(z_tile, q)
+    for t in range(TILES):
+        _write(g.index(t), _update(x.index(t), z_tile, shift, IS_TALL).to(g_desc.dtype))
+        _store(out_desc, [batch, t * BLOCK_M, 0] if IS_TALL else [batch, 0, t * BLOCK_M], tiles.index(t))
+    tma.store_wait(0)
+
+
+def suits(G: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel can iterate on these matrices (batch, rows, cols) in this dtype."""
+    n, m = sorted(G.shape[1:])
+    fits = SIDE.value // 2 < n <= SIDE.value and m <= MOST_TILES * BLOCK_M.value
+    return fits and G.is_cuda and G.element_size() == 2 and dtype == torch.float16 and is_hopper(G.device)
+
+
+def orthogonalize_small(
+    G: Tensor, out: Tensor, coefficients: tuple[float, ...], restarts: int, eps: float | None
+) -> None:
+    """out = U p(S / ‖G‖) Vᵀ of G (batch, rows, cols); both can be described."""
+    batch, rows, cols = G.shape
+    is_tall = rows > cols
+    block = [1, BLOCK_M.value, SIDE.value] if is_tall else [1, SIDE.value, BLOCK_M.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)  # the same for bfloat16
+    g_desc, out_desc = (TensorDescriptor(T, list(T.shape), list(T.stride()), block, layout) for T in (G, out))
+    with torch.cuda.device_of(G):
+        small_kernel[(batch,)](
+            g_desc, out_desc, coefficients, eps or 0.0,
+            IS_TALL=is_tall, NORMALIZE=eps is not None, STEPS=len(coefficients) // 3, RESTARTS=restarts,
+            TILES=-(-max(rows, cols) // BLOCK_M.value), num_warps=4,
+        )  # fmt: skip
