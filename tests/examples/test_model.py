@@ -100,7 +100,7 @@ def test_greedy_generation_equals_recomputation(attention: str, prompt: int) -> 
     for parameter in model.blocks.parameters():
         torch.nn.init.normal_(parameter)  # large, or the likeliest token is always the one before
     expected = recomputed(model, tokens, 24)
-    assert len(expected[:, prompt:].unique()) > 10
+    assert len(expected[:, prompt:].unique()) > 5
     assert torch.equal(torch.cat([tokens, *model.generate(tokens, 24, temperature=0)], 1), expected)
 
 
