@@ -96,11 +96,11 @@ def recomputed(model: GPT, tokens: torch.Tensor, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("prompt", [1, 10, 16, 20])
 def test_greedy_generation_equals_recomputation(attention: str, prompt: int) -> None:
     """Within the context (16) and beyond it, where it slides."""
-    model, tokens = make_model(attention), random_tokens(3, prompt)
+    model, tokens = make_model(attention), random_tokens(8, prompt)
     for parameter in model.blocks.parameters():
         torch.nn.init.normal_(parameter)  # large, or the likeliest token is always the one before
     expected = recomputed(model, tokens, 24)
-    assert len(expected[:, prompt:].unique()) > 5
+    assert len(expected[:, prompt:].unique()) > 10
     assert torch.equal(torch.cat([tokens, *model.generate(tokens, 24, temperature=0)], 1), expected)
 
 
