@@ -87,15 +87,14 @@ def dense_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float,
     visible = keys <= position[..., None]  # (B, Sq, L)
     if window_left is not None:
         visible &= keys >= position[..., None] - window_left
-    visible = visible[:, None, :, None]  # (B, 1, Sq, 1, L)
-    unused = (keys >= lengths[:, None])[:, :, None, None]
+    hidden = ~visible[:, None, :, None]  # (B, 1, Sq, 1, L)
+    unused = (keys >= lengths[:, None])[:, :, None, None]  # may be anything; 0 · NaN would be NaN
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows = q.to(dtype).unflatten(2, (heads_k, -1)).permute(0, 2, 1, 3, 4)  # (B, Hkv, Sq, Hq / Hkv, D)
-    k, v = (x.to(dtype).masked_fill(unused, 0).transpose(1, 2) for x in (k, v))  # (B, Hkv, L, D)
-    scores = torch.einsum("bhsgd,bhjd->bhsgj", rows, k) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    weights = weights.masked_fill(~visible, 0)  # a row without keys, where softmax gives NaN
-    out = torch.einsum("bhsgj,bhjd->bshgd", weights, v)
+    scores = torch.einsum("bhsgd,bjhd->bhsgj", rows, k.to(dtype)) * scale
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    weights = weights.masked_fill_(hidden, 0)  # a row without keys, where softmax gives NaN
+    out = torch.einsum("bhsgj,bjhd->bshgd", weights, v.to(dtype).masked_fill(unused, 0))
     return out.reshape(batch, seqlen, heads_q, v.shape[3]).to(q.dtype)
 
 

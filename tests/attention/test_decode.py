@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from attention.cache import KVCache, dense_decode
+from attention.cache import KVCache
 from attention.reference import dense
 from tests.attention.checks import LAYOUTS, assert_right, tensor
 
@@ -31,6 +31,17 @@ def operands(
     return q, k, v
 
 
+def by_the_definition(q, k, v, lengths, window_left, scale) -> torch.Tensor:
+    """Query by query, each with the keys that it sees and no others."""
+    seqlen, rows = q.shape[1], []
+    for b, length in enumerate(lengths.tolist()):
+        for i in range(seqlen):
+            end = max(length - seqlen + i + 1, 0)
+            start = 0 if window_left is None else max(end - 1 - window_left, 0)
+            rows.append(dense(q[b : b + 1, i : i + 1], k[b : b + 1, start:end], v[b : b + 1, start:end], scale)[0])
+    return torch.cat(rows).view(*q.shape[:3], v.shape[3]) if rows else q.new_empty((*q.shape[:3], v.shape[3]))
+
+
 def check_decode(q, k, v, lengths, window_left=None, scale=None, backend="triton") -> torch.Tensor:
     """Checks the operator on these operands, of which what lies behind the lengths becomes NaN first."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -39,15 +50,16 @@ def check_decode(q, k, v, lengths, window_left=None, scale=None, backend="triton
     k, v = k.masked_fill(unused, torch.nan), v.masked_fill(unused, torch.nan)
     out = torch.ops.attention.decode(q, k, v, lengths, scale, window_left, backend)
     assert out.shape == (*q.shape[:3], v.shape[3]) and out.dtype == q.dtype
-    plain = dense_decode(q, k, v, lengths, scale, window_left)
-    truth = dense_decode(q.double(), k.double(), v.double(), lengths, scale, window_left)
+    plain = by_the_definition(q, k, v, lengths, window_left, scale)
+    truth = by_the_definition(q.double(), k.double(), v.double(), lengths, window_left, scale)
     assert_right({"out": out}, {"out": plain}, {"out": truth})
     return out
 
 
+@both_backends
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data(), window_left=st.none() | st.integers(0, 60), scale=st.sampled_from([0.3, 1.0, 0.0, -0.3]))
-def test_against_float64(data, window_left, scale):
+def test_against_float64(backend, data, window_left, scale):
     batch, heads_k, group = (data.draw(st.integers(1, most)) for most in (3, 2, 5))
     seqlen, width, width_v = (data.draw(st.integers(1, most)) for most in (6, 40, 40))
     capacity = data.draw(st.integers(seqlen, 300))
@@ -55,23 +67,7 @@ def test_against_float64(data, window_left, scale):
     dtype, layout = data.draw(st.sampled_from([torch.float32, torch.float16])), data.draw(st.sampled_from(LAYOUTS))
     torch.manual_seed(data.draw(st.integers(0, 99)))
     tensors = operands(batch, seqlen, capacity, heads_k, group, width, width_v, dtype, layout)
-    check_decode(*tensors, lengths, window_left, scale)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(data=st.data(), window_left=st.none() | st.integers(0, 20))
-def test_the_twin_is_what_attention_without_a_cache_gives(data, window_left):
-    """Sequence by sequence with the reference's dense attention, in float64: nothing but rounding differs."""
-    seqlen, group = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
-    q, k, v = operands(2, seqlen, 30, 2, group, 8, 5, torch.float64)
-    lengths = data.draw(st.lists(st.integers(seqlen, 30), min_size=2, max_size=2))
-    out = torch.ops.attention.decode(q, k, v, torch.tensor(lengths, dtype=torch.int32), 0.3, window_left, "torch")
-    for b, length in enumerate(lengths):
-        for i in range(seqlen):  # dense has no left bound: the window is cut out
-            end = length - seqlen + i + 1
-            start = 0 if window_left is None else max(end - 1 - window_left, 0)
-            expected, _ = dense(q[b : b + 1, i : i + 1], k[b : b + 1, start:end], v[b : b + 1, start:end], 0.3)
-            torch.testing.assert_close(out[b : b + 1, i : i + 1], expected)
+    check_decode(*tensors, lengths, window_left, scale, backend)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 40])
