@@ -70,15 +70,16 @@ def test_against_float64(backend, data, window_left, scale):
     check_decode(*tensors, lengths, window_left, scale, backend)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 7, 40])
+@pytest.mark.parametrize(("num_splits", "at_once"), [(1, 16), (2, 16), (7, 2), (20, 16)])
 @pytest.mark.parametrize("seqlen", [1, 5])
-def test_any_number_of_splits(monkeypatch, num_splits, seqlen):
-    """Fewer keys than splits, splits without keys, more splits than are joined at once."""
+def test_any_number_of_splits(monkeypatch, num_splits, at_once, seqlen):
+    """Fewer keys than splits, splits without keys, no keys at all, more splits than are joined at once."""
     from attention.kernels import decode
 
     monkeypatch.setattr(decode, "choose_splits", lambda *_: num_splits)
+    monkeypatch.setattr(decode, "SPLITS_AT_ONCE", at_once)
     torch.manual_seed(0)
-    check_decode(*operands(3, seqlen, 600, 1, 4, 16, 16, torch.float16), [600, 70, 5])
+    check_decode(*operands(4, seqlen, 600, 1, 4, 16, 16, torch.float16), [600, 70, 5, 0])
     check_decode(*operands(3, seqlen, 600, 1, 4, 16, 16, torch.float16), [600, 513, 512], window_left=200)
 
 
