@@ -67,6 +67,11 @@ class KVCache:
         result: Tensor = out.to(q.dtype)
         return result
 
+    def reset(self) -> None:
+        """Forget everything: the next tokens are a prompt again, which is read by `flash_attention`."""
+        self.lengths.zero_()
+        self.longest = 0
+
     def reorder(self, sequences: Tensor) -> None:
         """Sequence b goes on from what sequence `sequences[b]` has, as a beam search wants it."""
         self.k.copy_(self.k[sequences])

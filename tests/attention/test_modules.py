@@ -318,6 +318,13 @@ def test_a_dropped_token_leaves_no_trace():
         torch.testing.assert_close(result, layer(x)[:, 5:])
 
 
+def test_reset():
+    layer, x = random_layer({}), torch.randn(2, 8, 48)
+    first, cache = in_steps(layer, x, [5, 3], layer.new_cache(2, 8))
+    cache.reset()
+    assert in_steps(layer, x, [5, 3], cache)[0].equal(first)
+
+
 def test_reorder():
     layer, x = random_layer({}), torch.randn(3, 6, 48)
     _, cache = in_steps(layer, x, 6, layer.new_cache(3, 10))
