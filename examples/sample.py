@@ -5,6 +5,7 @@ python -m examples.sample --run runs/cpu --prompt "def "
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,13 @@ import torch
 
 from examples.gpt import checkpoint, data
 from examples.gpt.cli import ArgumentParser, UserError, number, path, pick_device, positive_int, run, seed
+
+
+def share(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--length", metavar="N", type=positive_int, default=500, help="tokens to write")
     add("--temperature", metavar="X", type=number, default=0.8, help="0 always takes the likeliest")
     add("--top-k", metavar="N", type=positive_int, help="choose among the N likeliest only")
+    add("--top-p", metavar="X", type=share, default=1.0, help="among the likeliest that make up this share")
     add("--seed", metavar="N", type=seed, default=0, help="another seed, another text")
     add("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1, mps; default: what is there")
     args = parser.parse_args(argv)
@@ -40,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.length,
         temperature=args.temperature,
         top_k=args.top_k,
+        top_p=args.top_p,
         generator=generator,
     )
     for text in data.decode(chain(prompt.tolist(), (token.item() for token in tokens))):

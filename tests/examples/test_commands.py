@@ -6,9 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from examples import sample, train
-from examples.gpt import cli
+from examples.gpt import checkpoint, cli, data
+from examples.gpt.model import GPT
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +61,8 @@ def test_a_mistake_on_the_command_line(arguments: tuple[str, ...], says: str) ->
         (sample, ("--run", ""), "--run"),
         (sample, ("--prompt", ""), "--prompt"),
         (sample, ("--temperature", "-1"), "--temperature"),
+        (sample, ("--top-p", "0"), "not a number above 0 and up to 1"),
+        (sample, ("--top-p", "1.5"), "--top-p"),
     ],
 )
 def test_a_mistake(
@@ -87,6 +91,30 @@ def check(stderr: str, says: str) -> None:
     assert len(stderr.splitlines()) == 1
     assert stderr.startswith("error: ")
     assert says in stderr
+
+
+def write(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    sample.main(["--run", str(run), "--prompt", "ab", "--length", "40", *arguments])
+    return capsys.readouterr().out
+
+
+def test_sample_writes_what_recomputation_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy, the text is the likeliest byte after byte, without a cache; otherwise it is the seed's."""
+    torch.manual_seed(0)
+    shape = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab_size": 128}
+    model = GPT(**shape)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    checkpoint.save(tmp_path / "model.pt", model, shape, step=1)
+    tokens = data.encode("ab")[None]
+    for _ in range(40):
+        with torch.no_grad():
+            tokens = torch.cat([tokens, model(tokens[:, -16:])[:, -1:].argmax(-1)], dim=1)
+    expected = "".join(data.decode(tokens[0].tolist())) + "\n"
+    assert write(tmp_path, capsys, "--temperature", "0") == expected
+    assert write(tmp_path, capsys, "--top-k", "1") == write(tmp_path, capsys, "--top-p", "1e-9") == expected
+    texts = [write(tmp_path, capsys, "--seed", str(seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] and len({expected, *texts}) == 3
 
 
 @pytest.mark.parametrize("module", ["examples.train", "examples.sample"])

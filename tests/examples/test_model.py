@@ -8,6 +8,7 @@ from examples.gpt.cli import UserError
 from examples.gpt.model import GPT, sample
 from examples.gpt.presets import PRESETS
 from examples.train import model_shape
+from muon import QKClip
 
 SHAPE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab_size": 64}
 
@@ -82,27 +83,56 @@ def test_compiles_into_one_graph(attention: str, bf16: bool) -> None:
         torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
 
 
-def test_greedy_generation_takes_the_likeliest_and_slides_its_window() -> None:
-    model, tokens = make_model(), random_tokens(1, 10)
-    seen: list[torch.Tensor] = []
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    for token in model.generate(tokens, 12, temperature=0):
-        assert torch.equal(seen[-1], tokens[:, -16:])
+def recomputed(model: GPT, tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """What greedy generation gives without a cache, prompt included."""
+    for _ in range(length):
         with torch.no_grad():
-            expected = model(tokens[:, -16:])[:, -1].argmax(-1, keepdim=True)
-        assert torch.equal(token, expected)
-        tokens = torch.cat([tokens, token], dim=1)
-    assert tokens.shape == (1, 22)
+            logits = model(tokens[:, -model.context :])
+        tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+@pytest.mark.parametrize("prompt", [1, 10, 16, 20])
+def test_greedy_generation_equals_recomputation(attention: str, prompt: int) -> None:
+    """Within the context (16) and beyond it, where it slides."""
+    model, tokens = make_model(attention), random_tokens(8, prompt)
+    for parameter in model.blocks.parameters():
+        torch.nn.init.normal_(parameter)  # large, or the likeliest token is always the one before
+    expected = recomputed(model, tokens, 24)
+    assert len(expected[:, prompt:].unique()) > 10
+    assert torch.equal(torch.cat([tokens, *model.generate(tokens, 24, temperature=0)], 1), expected)
+
+
+def test_generation_reads_each_token_once_until_the_context_is_full() -> None:
+    model, read = make_model(), []
+    model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    assert len(list(model.generate(random_tokens(1, 10), 9))) == 9
+    assert read == [10, 1, 1, 1, 1, 1, 1, 16, 16]
+
+
+def test_qk_clip_takes_the_place_of_qk_norm() -> None:
+    model = GPT(**SHAPE, qk_clip=True)
+    QKClip(model, torch.optim.SGD(model.parameters()))
+    assert not any(name.endswith("norm.weight") for name, _ in model.named_parameters())
+    with pytest.raises(ValueError, match="QK-clip needs attention='flash'"):
+        GPT(**SHAPE, attention="sdpa", qk_clip=True)
 
 
 def test_sampling_follows_temperature_and_top_k() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
-    for temperature, top_k in [(1.0, None), (0.5, None), (1.0, 2), (1.0, 99)]:
-        drawn = sample(logits, temperature, top_k, generator)
+    for temperature, top_k, top_p in [
+        (1.0, None, 1.0),
+        (0.5, None, 1.0),
+        (1.0, 2, 1.0),
+        (1.0, 99, 1.0),
+        (1.0, None, 0.8),
+    ]:
+        drawn = sample(logits, temperature, top_k, top_p, generator)
         frequency = torch.bincount(drawn.flatten(), minlength=4) / len(logits)
         expected = (logits[0] / temperature).softmax(-1)
-        if top_k == 2:
+        if top_k == 2 or top_p == 0.8:  # the two likeliest have 0.88 together, the likeliest 0.64
             expected = torch.tensor([-torch.inf, -torch.inf, 2.0, 3.0]).softmax(-1)
         torch.testing.assert_close(frequency, expected, rtol=0, atol=0.015)
 
@@ -111,8 +141,18 @@ def test_sampling_follows_temperature_and_top_k() -> None:
 def test_sampling_at_the_ends_of_the_temperature(top_k: int | None) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(200, 1)
     generator = torch.Generator().manual_seed(0)
-    assert sample(logits, 1e-300, top_k, generator).unique().tolist() == [3]
-    assert sample(logits, 1e300, top_k, generator).unique().tolist() == [0, 1, 2, 3][-(top_k or 4) :]
+    assert sample(logits, 1e-300, top_k, 1.0, generator).unique().tolist() == [3]
+    assert sample(logits, 1e300, top_k, 1.0, generator).unique().tolist() == [0, 1, 2, 3][-(top_k or 4) :]
+
+
+def test_nucleus() -> None:
+    """The fewest likeliest tokens that reach the share; equally likely ones at its border stay together."""
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(500, 1)
+    generator = torch.Generator().manual_seed(0)
+    for top_p, kept in [(1e-9, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4), (1.0, 4)]:
+        assert sample(logits, 1.0, None, top_p, generator).unique().tolist() == list(range(kept))
+    assert sample(logits, 1.0, 2, 0.9, generator).unique().tolist() == [0, 1]
+    assert sample(logits, 1.0, 2, 0.6, generator).unique().tolist() == [0]  # of the two, 2/3
 
 
 def test_checkpoint_round_trip(tmp_path: Path) -> None:
