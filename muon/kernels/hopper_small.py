@@ -23,7 +23,9 @@ from muon.kernels.hopper import _barrier, _load, _store, _write, is_hopper
 
 # Triton 3.6 keeps the method private.
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-MOST_TILES = 13  # fill the 227 KB of shared memory
+# Tiles of X that a program has room for: few numbers, so that few kernels are compiled. Two programs with 6 share a
+# multiprocessor, 13 fill its 227 KB.
+ROOM = (1, 2, 4, 6, 9, 13)
 
 SIDE = gl.constexpr(64)  # rows of X, padded
 BLOCK_M = gl.constexpr(128)  # columns of a tile of X
@@ -150,7 +152,7 @@ def small_kernel(
 def suits(G: Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel can iterate on these matrices (batch, rows, cols) in this dtype."""
     n, m = sorted(G.shape[1:])
-    fits = SIDE.value // 2 < n <= SIDE.value and m <= MOST_TILES * BLOCK_M.value
+    fits = SIDE.value // 2 < n <= SIDE.value and m <= ROOM[-1] * BLOCK_M.value
     return fits and G.is_cuda and G.element_size() == 2 and dtype == torch.float16 and is_hopper(G.device)
 
 
@@ -167,5 +169,5 @@ def orthogonalize_small(
         small_kernel[(batch,)](
             g_desc, out_desc, coefficients, eps or 0.0,
             IS_TALL=is_tall, NORMALIZE=eps is not None, STEPS=len(coefficients) // 3, RESTARTS=restarts,
-            TILES=-(-max(rows, cols) // BLOCK_M.value), num_warps=4,
+            TILES=next(tiles for tiles in ROOM if tiles * BLOCK_M.value >= max(rows, cols)), num_warps=4,
         )  # fmt: skip
