@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-MatrixMode: TypeAlias = Literal["batch", "flatten"] | None
+MatrixMode: TypeAlias = Literal["batch", "flatten", "transposed"] | None
 Split: TypeAlias = int | Sequence[int] | None
 
 
@@ -17,7 +17,10 @@ def matrix_shape(tensor: Tensor, matrix: MatrixMode = None) -> tuple[int, int, i
 
     ``"batch"``: the last two dimensions are a matrix, those before count matrices (the default for 2-D and 3-D).
     ``"flatten"``: one matrix, (first dimension, everything else) (the default for convolutions, 4-D and 5-D).
+    ``"transposed"``: as ``"batch"``, of matrices that are stored (in, out) while everybody else's are (out, in).
     """
+    if matrix == "transposed":
+        return matrix_shape(tensor.mT, "batch")
     if _is_batch(tensor, matrix):
         return math.prod(tensor.shape[:-2]), tensor.shape[-2], tensor.shape[-1]
     return 1, tensor.shape[0], math.prod(tensor.shape[1:])
@@ -38,6 +41,8 @@ def row_blocks(
     Raises:
         ValueError: the rows cannot be split so.
     """
+    if matrix == "transposed":
+        return row_blocks(tensor.mT, "batch", split)
     count, rows, cols = matrix_shape(tensor, matrix)
     if split is None:
         return [(tensor, (count, rows, cols))]

@@ -56,7 +56,9 @@ class Muon(Optimizer):
             ``"spectral_unclamped"``: sqrt(rows / cols); or a callable of (rows, cols).
         betas: AdamW's decay rates of the first and second moment.
         adamw_eps: AdamW's ε.
-        matrix: ``"batch"``: the last two dimensions are matrices; ``"flatten"``: (first dimension, everything else).
+        matrix: ``"batch"``: the last two dimensions are matrices; ``"flatten"``: (first dimension, everything else);
+            ``"transposed"``: the last two dimensions are matrices stored (in, out), as in GPT-2's ``Conv1D``: f and
+            ``split`` take columns for rows.
         split: orthogonalise blocks of rows as matrices of their own (fused qkv, gate and up, heads): a number of equal
             blocks, or their sizes.
         maximize: ascend instead of descend.
@@ -200,7 +202,8 @@ class Muon(Optimizer):
             return None
         from muon.plan import Plan, suits
 
-        if not suits(*params, *grads, *momentums):
+        blocks_of_columns = group["matrix"] == "transposed" and group["split"] is not None
+        if blocks_of_columns or not suits(*params, *grads, *momentums):
             return None
         options = _options(group)
         tensors = zip(params, grads, momentums, strict=True)
@@ -209,6 +212,8 @@ class Muon(Optimizer):
         if slot not in self._plans or self._plans[slot][0] != key:
             steps = schedule(options.pop("ns_coefficients"), options.pop("ns_steps"))
             factor = functools.partial(lr_factor, options.pop("adjust_lr_fn"))
+            if options["matrix"] == "transposed":  # the iteration doesn't care which side is which, the factor does
+                options["matrix"], factor = "batch", functools.partial(_transposed, factor)
             self._plans[slot] = key, Plan(params, grads, momentums, steps, factor, **options)
         return self._plans[slot][1]
 
@@ -287,6 +292,10 @@ def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:
     return math.sqrt(ratio if adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio))
 
 
+def _transposed(factor: Callable[[int, int], float], rows: int, cols: int) -> float:
+    return factor(cols, rows)
+
+
 def _check_options(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -303,8 +312,8 @@ def _check_options(group: dict[str, Any]) -> None:
             raise ValueError(f"betas[{index}] should be in [0, 1) but is: {beta}")
     if group["algorithm"] not in ("muon", "adamw"):
         raise ValueError(f"algorithm should be 'muon' or 'adamw' but is: {group['algorithm']!r}")
-    if group["matrix"] not in (None, "batch", "flatten"):
-        raise ValueError(f"matrix should be None, 'batch' or 'flatten' but is: {group['matrix']!r}")
+    if group["matrix"] not in (None, "batch", "flatten", "transposed"):
+        raise ValueError(f"matrix should be None, 'batch', 'flatten' or 'transposed' but is: {group['matrix']!r}")
     adjust_lr_fn = group["adjust_lr_fn"]
     names = (None, "original", "match_rms_adamw", "spectral_unclamped")
     if not callable(adjust_lr_fn) and adjust_lr_fn not in names:
