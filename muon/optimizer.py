@@ -133,6 +133,9 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_betas": self._betas}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A checkpoint of torch.optim.Muon lacks the options that are ours alone: those of today's groups stay.
         before = self.__dict__.get("param_groups", [])
@@ -142,17 +145,29 @@ class Muon(Optimizer):
         for index, group in enumerate(self.param_groups):
             old = before[index] if index < len(before) else {}
             for name, value in {"betas": self._betas, **self.defaults}.items():
-                group.setdefault(name, old.get(name, value))
+                if name != "differentiable":  # torch has just put it among the defaults
+                    group.setdefault(name, old.get(name, value))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this optimizer or of ``torch.optim.Muon``; momentum keeps the dtype it was saved in."""
-        super().load_state_dict(state_dict)
+        saved: list[StateDict] = []  # as the hooks that were registered before leave it
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, state: saved.append(state)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore_dtypes(saved[0]), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restore_dtypes(self, state_dict: StateDict) -> None:
         params = (p for group in self.param_groups for p in group["params"])
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
         for p, saved_id in zip(params, saved_ids, strict=False):
             state = self.state.get(p, {})
-            if "step" in state:  # torch leaves AdamW's step on the device it was saved from
-                state["step"] = state["step"].to(p.device)
+            if "step" in state:  # torch leaves AdamW's step on the device it was saved from, and a number one
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
             saved = state_dict["state"].get(saved_id, {}).get("momentum_buffer")
             if saved is not None and state["momentum_buffer"].dtype != saved.dtype:  # torch has just cast it
                 state["momentum_buffer"] = saved.to(p.device, copy=True)
