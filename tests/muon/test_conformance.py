@@ -75,7 +75,7 @@ def info(request, torch_testing):
         kept = [
             case for case in theirs if case.optimizer_error_input.desc != "only support 2D parameters"
         ]  # we take 3-D
-        vector = OptimizerInput([torch.zeros(3)], {}, "a vector")
+        vector = OptimizerInput([{"params": [torch.zeros(3)]}], {}, "a vector")
         return [*kept, ErrorInput(vector, error_type=ValueError, error_regex="Muon only supports 2D parameters")]
 
     options = inspect.signature(Muon).parameters
