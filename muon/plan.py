@@ -71,9 +71,9 @@ class Plan:
                     factors.append(lr_factor(block.rows, block.cols))
             dtypes = (tensor.dtype for tensor in bucket.blocks[0].tensors)
             self.buckets.append(PlannedBucket(start, len(owners), bucket.sides, *dtypes))
-        self.owners = torch.tensor(owners, dtype=torch.int64)
-        self.places = torch.tensor(places, dtype=torch.int64).view(-1, 4)
-        self.factors = torch.tensor(factors, dtype=torch.float64)
+        self.owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
+        self.places = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 4)
+        self.factors = torch.tensor(factors, dtype=torch.float64, device="cpu")
         self.table = torch.empty(self.places.shape, dtype=torch.int64, device=self.device)
         self.scalars = torch.empty(len(owners), 3, dtype=torch.float32, device=self.device)
         self.aligned: bool | None = None
@@ -90,10 +90,11 @@ class Plan:
         momentum: float,
     ) -> None:
         """Update parameters and momentums in place."""
-        addresses = torch.tensor([[tensor.data_ptr() for tensor in tensors] for tensors in (params, grads, momentums)])
+        pointers = [[tensor.data_ptr() for tensor in tensors] for tensors in (params, grads, momentums)]
+        addresses = torch.tensor(pointers, device="cpu")  # torch's default device and dtype may be others
         table = self.places.clone()
         table[:, :3] += addresses.mT[self.owners]
-        scalars = torch.empty(self.scalars.shape)
+        scalars = torch.empty(self.scalars.shape, dtype=torch.float32, device="cpu")
         scalars[:, 0] = momentum
         scalars[:, 1] = 1 - lr * weight_decay
         scalars[:, 2] = -lr * self.factors

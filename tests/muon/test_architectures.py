@@ -286,14 +286,17 @@ def test_a_weight_stored_in_out_trains_as_its_transpose_does(shape, split, adjus
 @pytest.mark.parametrize(("shape", "split"), [((8, 24), None), ((2, 24, 8), None), ((24, 8), 3)])
 def test_a_weight_stored_in_out_on_the_kernels(monkeypatch, shape, split):
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
-    start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr("muon.optimizer.uses_triton", lambda backend, tensor: True)
+    start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(device)
     expected, stored = start.clone().requires_grad_(), start.mT.contiguous().requires_grad_()
     expected.grad, stored.grad = gradient, gradient.mT.contiguous()
     options = {"lr": 0.1, "split": split, "ns_steps": 1}
     Muon([expected], **options).step()
-    monkeypatch.setattr("muon.optimizer.uses_triton", lambda backend, tensor: True)
     Muon([stored], matrix="transposed", **options).step()
-    torch.testing.assert_close(stored.mT, expected, rtol=1e-5, atol=1e-5)
+    # Blocks of columns are packed by torch: the same numbers, but for the 16 bits of a GPU's iteration.
+    tolerance = 0.1 * 2**-7 if device == "cuda" else 1e-6
+    torch.testing.assert_close(stored.mT, expected, rtol=0, atol=tolerance)
 
 
 def test_the_factor_of_a_transposed_matrix():

@@ -379,3 +379,33 @@ def test_a_closure_sees_gradients_enabled_and_its_loss_comes_back():
     with torch.no_grad():
         assert optimizer.step(closure) is found[0]
     assert optimizer.step(closure) < found[0]
+
+
+# Settings of the process
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("setting", ["bfloat16", "device"])
+def test_torchs_default_dtype_and_device_change_nothing(monkeypatch, kernels, setting):
+    """With bfloat16 as default the planned step rounded learning rate and decay to it: 1 - lr * weight_decay became 1."""
+    if kernels:
+        pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
+        monkeypatch.setattr("muon.optimizer.uses_triton", lambda backend, tensor: True)
+    device = "cuda" if kernels and torch.cuda.is_available() else "cpu"
+    weights = torch.randn(2, 12, 20, device=device), torch.randn(2, 7, device=device)
+    results = []
+    for default in ("none", setting):
+        params = [weight[0].clone().requires_grad_() for weight in weights]
+        for p, weight in zip(params, weights, strict=True):
+            p.grad = weight[1].clone()
+        with torch.device("meta" if default == "device" else "cpu"):
+            torch.set_default_dtype(torch.bfloat16 if default == "bfloat16" else torch.float32)
+            try:
+                optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
+                optimizer.step()
+                optimizer.step()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        results.append([p.detach() for p in params])
+    for result, expected in zip(*results[::-1], strict=True):
+        assert torch.equal(result, expected)
