@@ -207,9 +207,9 @@ def _matrices(owner: str, leaf: str, module: nn.Module, param: Tensor) -> tuple[
         return {"matrix": "flatten", "split": module.groups}, f"convolution, {module.groups} groups"
     if isinstance(module, nn.MultiheadAttention) and leaf == "in_proj_weight":
         return {"split": 3}, "hidden matrix, q k v"
-    if type(module) in RECURRENT_GATES:
-        gates = RECURRENT_GATES[type(module)]
-        return ({}, "hidden matrix") if "weight_hr" in leaf else ({"split": gates}, f"hidden matrix, {gates} gates")
+    gates = next((number for kind, number in RECURRENT_GATES.items() if isinstance(module, kind)), 1)
+    if gates > 1 and "weight_hr" not in leaf:
+        return {"split": gates}, f"hidden matrix, {gates} gates"
     if param.ndim > 3:
         return {}, "convolution"
     kind = "experts" if param.ndim == 3 else "hidden matrix"
@@ -217,7 +217,8 @@ def _matrices(owner: str, leaf: str, module: nn.Module, param: Tensor) -> tuple[
         kind = "low-rank factor"
     if not FUSED_NAMES.isdisjoint([owner.rpartition(".")[2], leaf]):
         kind += ", fused"
-    if type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False):
+    classes = {kind.__name__ for kind in type(module).__mro__}  # FSDP and parametrizations derive classes of their own
+    if "Conv1D" in classes or getattr(module, "is_transposed", False):
         return {"matrix": "transposed"}, f"{kind}, stored (in, out)"
     return {}, kind
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from examples.gpt.model import GPT
@@ -224,6 +226,71 @@ def test_recurrent_layers():
     splits = {name: group.get("split") for group in groups for name, _ in group["params"]}
     assert (splits["rnn.weight_ih_l0"], splits["rnn.weight_hr_l0"], splits["gru.weight_hh_l0"]) == (4, None, 3)
     assert routes(model)["rnn.weight_hh_l0"] == "muon: hidden matrix, 4 gates"
+
+
+class Conv1D(nn.Module):
+    """Transformers' has weight (in, out), and this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 24))
+
+
+def test_classes_derived_by_fsdp_and_parametrizations_count_as_what_they_are():
+    model = nn.ModuleDict({"embed": nn.Embedding(20, 8), "conv": Conv1D(), "rnn": nn.GRUCell(8, 8)})
+    for module in model.values():
+        module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
+    found = routes(model)
+    assert found["embed.weight"] == "adamw: embedding"
+    assert found["conv.weight"] == "muon: hidden matrix, stored (in, out)"
+    assert found["rnn.weight_hh"] == "muon: hidden matrix, 3 gates"
+
+
+PARTS = {
+    "linear": lambda: nn.Linear(4, 6),
+    "square": lambda: nn.Linear(4, 4, bias=False),
+    "embedding": lambda: nn.Embedding(6, 4),
+    "convolution": lambda: nn.Conv1d(4, 4, 3, groups=2),
+    "depthwise": lambda: nn.Conv2d(4, 4, 3, groups=4),
+    "transposed": lambda: nn.ConvTranspose2d(4, 8, 2, groups=2),
+    "normalised": lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3)),
+    "attention": lambda: nn.MultiheadAttention(4, 2),
+    "recurrent": lambda: nn.LSTM(4, 4),
+    "bilinear": lambda: nn.Bilinear(4, 4, 3),
+    "norm": lambda: nn.LayerNorm((2, 4)),
+    "frozen": lambda: nn.Linear(4, 4).requires_grad_(False),
+    "transformers'": Conv1D,
+}
+trees = st.recursive(
+    st.sampled_from(sorted(PARTS)),
+    lambda inner: st.tuples(st.sampled_from([nn.Sequential, nn.ModuleList]), st.lists(inner, min_size=1, max_size=4)),
+    max_leaves=10,
+)
+
+
+def grow(tree) -> nn.Module:
+    if isinstance(tree, str):
+        return PARTS[tree]()
+    kind, parts = tree
+    modules = [grow(part) for part in parts]
+    return nn.Sequential(*modules) if kind is nn.Sequential else nn.ModuleList(modules)
+
+
+@settings(max_examples=30)
+@given(tree=trees, tie=st.booleans())
+@example(tree="linear", tie=False)
+@example(tree="frozen", tie=False)
+def test_whatever_the_model_every_parameter_is_there_once_and_muon_takes_it(tree, tie):
+    model = nn.ModuleDict({"body": grow(tree), "norm": nn.LayerNorm(4)})
+    squares = [m for m in model.modules() if type(m) is nn.Linear and m.out_features == 4]
+    if tie:
+        for square in squares[1:]:
+            square.weight = squares[0].weight
+    found = routes(model)
+    matrices = [name for name in found if model.get_parameter(name).ndim > 1]
+    assert {name for name, where in found.items() if where.startswith("muon")} <= set(matrices)
+    moved = routes(model, overrides={"*": "adamw", **dict.fromkeys(matrices, "muon")})
+    assert [name for name, where in moved.items() if where.startswith("muon")] == matrices
 
 
 def test_low_rank_factors_train_while_the_rest_is_frozen():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -108,11 +109,12 @@ def test_a_run_moves_between_torchs_muon_and_ours(monkeypatch, first, second, dt
 # torch.distributed.checkpoint, in one process
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
 @pytest.mark.parametrize("stepped", [False, True])
-def test_a_distributed_checkpoint_resumes_to_the_bit(tmp_path, flat, stepped):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, optimizer = build()
+def test_a_distributed_checkpoint_resumes_to_the_bit(tmp_path, options, stepped):
+    options = StateDictOptions(**options)
+    muon = {"split": 2, "ns_coefficients": ((2.0, -1.5, 0.5), (1.5, -0.5, 0.0))}
+    model, optimizer = build(**muon)
     train(model, optimizer)
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
@@ -120,6 +122,7 @@ def test_a_distributed_checkpoint_resumes_to_the_bit(tmp_path, flat, stepped):
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
 
     other, second = build(seed=1)
+    second.param_groups[0].update(muon)  # torch loads into options of the same structure
     if stepped:  # what is loaded into has state already, or torch makes some by a step with zero gradients
         train(other, second, range(1))
     before = [p.detach().clone() for p in other.parameters()]
@@ -149,6 +152,14 @@ def test_a_distributed_checkpoint_of_the_plain_state_dict_resumes_to_the_bit(tmp
     assert_same(model, other)
 
 
+def test_a_load_that_fails_leaves_no_hooks_behind():
+    _, optimizer = build()
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**state, "param_groups": state["param_groups"][:1]})
+    assert not optimizer._optimizer_load_state_dict_pre_hooks and not optimizer._optimizer_load_state_dict_post_hooks
+
+
 def test_a_checkpoint_of_torch_optim_muon_through_torch_distributed_checkpoint(tmp_path):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
     theirs = torch.optim.Muon(model.parameters(), lr=0.02)
@@ -158,8 +169,9 @@ def test_a_checkpoint_of_torch_optim_muon_through_torch_distributed_checkpoint(t
     theirs.zero_grad()
     dcp.save({"optim": get_optimizer_state_dict(model, theirs)}, checkpoint_id=tmp_path, no_dist=True)
     ours = Muon(model.parameters(), lr=9.0)
-    state = {"optim": get_optimizer_state_dict(model, torch.optim.Muon(model.parameters()))}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    state = {"optim": get_optimizer_state_dict(model, ours)}
+    partial = DefaultLoadPlanner(allow_partial_load=True)  # it lacks the options that are ours alone
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True, planner=partial)
     set_optimizer_state_dict(model, ours, state["optim"])
     assert ours.param_groups[0]["lr"] == 0.02 and ours.param_groups[0]["algorithm"] == "muon"
     for p, momentum in zip(model.parameters(), expected, strict=True):
@@ -387,7 +399,7 @@ def test_a_closure_sees_gradients_enabled_and_its_loss_comes_back():
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("setting", ["bfloat16", "device"])
 def test_torchs_default_dtype_and_device_change_nothing(monkeypatch, kernels, setting):
-    """With bfloat16 as default the planned step rounded learning rate and decay to it: 1 - lr * weight_decay became 1."""
+    """With bfloat16 as default the planned step rounded learning rates to it, and 1 - lr * weight_decay became 1."""
     if kernels:
         pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
         monkeypatch.setattr("muon.optimizer.uses_triton", lambda backend, tensor: True)

@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -33,17 +34,23 @@ def by_kind(params):
     return [{"params": found, "algorithm": name} for name, found in groups.items() if found]
 
 
+USED = ("OptimizerInfo", "OptimizerInput", "ErrorOptimizerInput", "OptimizerErrorEnum", "optim_db",
+        "_get_optim_inputs_including_global_cliquey_kwargs")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def torch_testing():
     """torch's OptimizerInfo and what belongs to it. Importing it changes the process's settings: they are put back."""
-    environment = dict(os.environ)
+    environment, profile = dict(os.environ), settings.get_current_profile_name()
     name = "torch.testing._internal.common_optimizers"
-    module = pytest.importorskip(name, reason="torch's testing helpers are missing", exc_type=ImportError)
+    module = pytest.importorskip(name, reason="torch's testing helpers need expecttest", exc_type=ImportError)
+    settings.load_profile(profile)
     for key in set(os.environ) - set(environment):
         del os.environ[key]
     vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
-    settings = pytest.importorskip("hypothesis", reason="the profile of the suite is hypothesis's").settings
-    settings.load_profile("repeatable")
+    missing = [name for name in USED if not hasattr(module, name)]
+    if missing:
+        pytest.skip(reason=f"this torch's testing helpers have no {missing}")
     return module
 
 
@@ -79,8 +86,7 @@ def info(request, torch_testing):
         return [*kept, ErrorInput(vector, error_type=ValueError, error_regex="Muon only supports 2D parameters")]
 
     options = inspect.signature(Muon).parameters
-    return torch_testing.OptimizerInfo(
-        request.param,
+    about = dict(
         optim_inputs_func=inputs,
         optim_error_inputs_func=error_inputs,
         supported_impls=tuple(name for name in ("foreach",) if name in options),
@@ -88,6 +94,8 @@ def info(request, torch_testing):
         supports_complex=False,
         has_capturable_arg="capturable" in options,
     )
+    known = inspect.signature(torch_testing.OptimizerInfo).parameters
+    return torch_testing.OptimizerInfo(request.param, **{name: about[name] for name in known if name in about})
 
 
 def configurations(torch_testing, info):
