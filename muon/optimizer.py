@@ -148,6 +148,17 @@ class Muon(Optimizer):
                 if name != "differentiable":  # torch has just put it among the defaults
                     group.setdefault(name, old.get(name, value))
 
+    def state_dict(self) -> StateDict:
+        """The state, as of any optimizer of torch's, but for an ``adjust_lr_fn`` that is a function.
+
+        As with ``LambdaLR``, whoever loads the state keeps their own function, and ``weights_only=True`` can read it.
+        """
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if callable(group.get("adjust_lr_fn")):
+                del group["adjust_lr_fn"]
+        return state_dict
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this optimizer or of ``torch.optim.Muon``; momentum keeps the dtype it was saved in."""
         saved: list[StateDict] = []  # as the hooks that were registered before leave it
