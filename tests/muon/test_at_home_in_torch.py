@@ -152,6 +152,26 @@ def test_a_distributed_checkpoint_of_the_plain_state_dict_resumes_to_the_bit(tmp
     assert_same(model, other)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_function_of_the_shape_stays_out_of_checkpoints(tmp_path, distributed):
+    """As LambdaLR's does: a file with it would need weights_only=False, and a run that still has the function."""
+    model, optimizer = build(adjust_lr_fn=lambda shape: 0.5 * max(shape) ** 0.5)
+    train(model, optimizer)
+    other, second = build(seed=1, adjust_lr_fn=optimizer.param_groups[0]["adjust_lr_fn"])
+    other.load_state_dict(model.state_dict())
+    if distributed:
+        dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+        state = {"optim": get_optimizer_state_dict(other, second)}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        set_optimizer_state_dict(other, second, state["optim"])
+    else:
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        second.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    train(model, optimizer, range(3, 5))
+    train(other, second, range(3, 5))
+    assert_same(model, other)
+
+
 def test_a_load_that_fails_leaves_no_hooks_behind():
     _, optimizer = build()
     state = optimizer.state_dict()
