@@ -197,6 +197,21 @@ def test_a_vision_transformer():
     }
 
 
+def test_a_vision_tower_behind_a_text_tower():
+    """Its patch embedding isn't the first layer; and embeddings of one's own are known by what they are called."""
+
+    class VocabParallelEmbedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(20, 8))
+
+    text = nn.ModuleDict({"tokens": VocabParallelEmbedding(), "fc": nn.Linear(8, 8)})
+    vision = nn.ModuleDict({"patch_embed": nn.Linear(48, 8), "conv": nn.Conv2d(8, 8, 3), "norm": nn.LayerNorm(8)})
+    found = routes(nn.ModuleDict({"text": text, "vision": vision}))
+    assert others(found) == {"text.tokens.weight": "embedding", "vision.patch_embed.weight": "input layer"}
+    assert matrices(found) == {"text.fc.weight": "hidden matrix", "vision.conv.weight": "convolution"}
+
+
 def test_a_network_of_depthwise_convolutions():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 4), nn.Conv2d(8, 8, 7, groups=8), nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.Linear(16, 3)

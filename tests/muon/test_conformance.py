@@ -428,9 +428,14 @@ def test_hooks_around_load_state_dict(info):
 
     optimizer.register_load_state_dict_pre_hook(widen)
     optimizer.register_load_state_dict_pre_hook(overwritten, prepend=True)
-    optimizer.register_load_state_dict_post_hook(lambda optimizer: loaded.append(optimizer.param_groups[0]["lr"]))
+
+    def note(optimizer):
+        first = optimizer.param_groups[0]["params"][0]
+        loaded.extend([optimizer.param_groups[0]["lr"], optimizer.state[first]["momentum_buffer"].dtype])
+
+    optimizer.register_load_state_dict_post_hook(note)
     optimizer.load_state_dict(state)
-    assert loaded == [0.003] and optimizer.param_groups[0]["lr"] == 0.003
+    assert loaded == [0.003, torch.float32] and optimizer.param_groups[0]["lr"] == 0.003
     first = optimizer.param_groups[0]["params"][0]
     assert optimizer.state[first]["momentum_buffer"].dtype == torch.float32
     optimizer.step()
