@@ -56,8 +56,8 @@ PRESETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
 def schedule(ns_coefficients: Coefficients, ns_steps: int) -> tuple[Triple, ...]:
     """The steps of an iteration, one triple each.
 
-    A single triple, and the preset ``"keller_jordan"``, is repeated ``ns_steps`` times. A sequence of triples is taken as
-    it is: its length is the number of steps. The other presets are made for five steps (``"converged"`` for seven):
+    A single triple, and the preset ``"keller_jordan"``, is repeated ``ns_steps`` times. A sequence of triples is taken
+    as it is: its length is the number of steps. The other presets are made for five steps (``"converged"`` for seven):
 
     - For fewer, a preset keeps its first steps. Those of Polar Express are greedy, each the best for the range that the
       steps before it leave, so that any number of them is the best schedule of its length; Quintic's first four are
