@@ -144,9 +144,7 @@ def _is_positive(triple: Triple, high: float) -> bool:
     """
     a, b, c = triple
     points = [high, *(s for s in _critical_points(a, b, c) if 0 < s < high)]
-    return all(
-        a + s * s * (b + s * s * c) > 8 * EPSILON * (abs(a) + s * s * (abs(b) + s * s * abs(c))) for s in points
-    )
+    return all(a + s * s * (b + s * s * c) > 8 * EPSILON * (abs(a) + s * s * (abs(b) + s * s * abs(c))) for s in points)
 
 
 def _image(triple: Triple, low: float, high: float) -> tuple[float, float]:
