@@ -76,17 +76,17 @@ def read(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Frobenius norm over all of them; of magnitudes that float32 can square."""
+    """Frobenius norm over all of them."""
     device = tensors[0].device
-    norms = [
-        torch.linalg.vector_norm(tensor, dtype=_dtype(tensor)).abs().to(device, torch.float32) for tensor in tensors
-    ]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return _scaled_norm(torch.stack([_scaled_norm(tensor).to(device) for tensor in tensors]))
+
+
+def _scaled_norm(tensor: Tensor) -> Tensor:
+    """In float32, of any finite magnitude: the largest is divided out before squares are taken."""
+    magnitudes = tensor.abs().float()
+    largest = magnitudes.amax() if tensor.numel() else magnitudes.sum()
+    norm: Tensor = largest * torch.linalg.vector_norm(magnitudes / largest.masked_fill(largest == 0, 1))
     return norm
-
-
-def _dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _on(lr: float | Tensor, device: torch.device) -> Tensor:

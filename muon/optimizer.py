@@ -216,9 +216,11 @@ class Muon(Optimizer):
         saved_ids = (i for group in loaded["param_groups"] for i in group["params"])
         for (p, group), saved_id in zip(params, saved_ids, strict=True):
             for name, saved in loaded["state"].get(saved_id, {}).items():
+                if not isinstance(saved, Tensor):
+                    continue
                 if name == "step":
-                    self.state[p][name] = self.state[p][name].to(_step_device(p, group))
-                elif isinstance(saved, Tensor) and self.state[p][name].dtype != saved.dtype:
+                    self.state[p][name] = saved.to(_step_device(p, group), torch.float32, copy=True)
+                elif self.state[p][name].dtype != saved.dtype:
                     self.state[p][name] = saved.to(p.device, copy=True)
 
     # What takes time here are kernels of its own; there is nothing for a compiler to fuse.
@@ -519,7 +521,7 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"neuron_norm should be None or in [0, 1) but is: {group['neuron_norm']}")
     dtype = group["momentum_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"momentum_dtype should be None or a real floating dtype but is: {dtype}")
+        raise ValueError(f"momentum_dtype should be None or a real floating dtype but is: {dtype!r}")
     if group["workspace"] is not None and not group["workspace"] > 0:
         raise ValueError(f"workspace should be None or a positive number of bytes but is: {group['workspace']}")
     adjust_lr_fn = group["adjust_lr_fn"]
