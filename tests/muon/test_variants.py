@@ -345,7 +345,7 @@ def test_a_compiled_step_is_the_step_and_compiles_once():
         train_step(params, optimizers[0])
         eager_step(others, optimizers[1])
         frames.append(compiled.frame_count)
-    assert frames[2] == frames[-1]
+    assert frames == [1] * 8  # the loss; the compiler keeps out of the step
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q)
     step = torch.compile(optimizers[0].step, backend=compiled)
