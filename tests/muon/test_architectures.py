@@ -1,5 +1,6 @@
 """What goes where in whole architectures, written small, and in those of transformers."""
 
+import inspect
 import math
 import re
 
@@ -349,33 +350,47 @@ def test_the_last_layer_of_a_plain_network_is_its_output():
     assert not others(routes(block))
 
 
+@pytest.mark.parametrize("neuron_norm", [None, 0.95])
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw", "spectral_unclamped"])
 @pytest.mark.parametrize(
     ("shape", "split"), [((8, 24), None), ((24, 8), None), ((3, 8, 24), None), ((24, 8), (8, 12, 4))]
 )
-def test_a_weight_stored_in_out_trains_as_its_transpose_does(shape, split, adjust_lr_fn):
+def test_a_weight_stored_in_out_trains_as_its_transpose_does(shape, split, adjust_lr_fn, neuron_norm):
     """GPT-2's c_fc used to take a learning rate half of what an nn.Linear's takes, its c_proj twice as much."""
-    start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    options = {"lr": 0.1, "adjust_lr_fn": adjust_lr_fn, "split": split}
+    if neuron_norm:
+        if "neuron_norm" not in inspect.signature(Muon).parameters:
+            pytest.skip(reason="Muon has no neuron_norm")
+        options["neuron_norm"] = neuron_norm
+    start, *gradients = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = start.clone().requires_grad_()
     stored = start.mT.contiguous().requires_grad_()
-    expected.grad, stored.grad = gradient, gradient.mT.contiguous()
-    options = {"lr": 0.1, "adjust_lr_fn": adjust_lr_fn, "split": split}
-    Muon([expected], **options).step()
-    Muon([stored], matrix="transposed", **options).step()
+    optimizers = Muon([expected], **options), Muon([stored], matrix="transposed", **options)
+    for gradient in gradients:
+        expected.grad, stored.grad = gradient, gradient.mT.contiguous()
+        for optimizer in optimizers:
+            optimizer.step()
     torch.testing.assert_close(stored.mT, expected)
+    for name, state in optimizers[0].state[expected].items():
+        torch.testing.assert_close(optimizers[1].state[stored][name].mT, state)
 
 
-@pytest.mark.parametrize(("shape", "split"), [((8, 24), None), ((2, 24, 8), None), ((24, 8), 3)])
-def test_a_weight_stored_in_out_on_the_kernels(monkeypatch, shape, split):
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((8, 24), {}), ((2, 24, 8), {}), ((24, 8), {"split": 3}), ((24, 8), {"neuron_norm": 0.9})],
+    ids=str,
+)
+def test_a_weight_stored_in_out_on_the_kernels(monkeypatch, shape, options):
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
+    if not options.keys() <= inspect.signature(Muon).parameters.keys():
+        pytest.skip(reason="Muon has no neuron_norm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr("muon.optimizer.uses_triton", lambda backend, tensor: True)
     start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(device)
     expected, stored = start.clone().requires_grad_(), start.mT.contiguous().requires_grad_()
     expected.grad, stored.grad = gradient, gradient.mT.contiguous()
-    options = {"lr": 0.1, "split": split, "ns_steps": 1}
-    Muon([expected], **options).step()
-    Muon([stored], matrix="transposed", **options).step()
+    Muon([expected], lr=0.1, ns_steps=1, **options).step()
+    Muon([stored], lr=0.1, ns_steps=1, matrix="transposed", **options).step()
     # Blocks of columns are packed by torch: the same numbers, but for the 16 bits of a GPU's iteration.
     tolerance = 0.1 * 2**-7 if device == "cuda" else 1e-6
     torch.testing.assert_close(stored.mT, expected, rtol=0, atol=tolerance)
