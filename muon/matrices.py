@@ -1,15 +1,32 @@
 """A parameter seen as batches of matrices, and matrices of equal shape gathered into buckets."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-MatrixMode: TypeAlias = Literal["batch", "flatten"] | None
+from muon.rounding import join, split_off
+
+MatrixMode: TypeAlias = Literal["batch", "flatten", "transposed"] | None
 Split: TypeAlias = int | Sequence[int] | None
+
+NEURON_EPS = 1e-10  # of NorMuon's two divisions, as in its authors' code
+
+
+class Tensors(NamedTuple):
+    """What a step reads and writes of one parameter, or of some of its matrices."""
+
+    param: Tensor
+    grad: Tensor
+    momentum: Tensor
+    neuron_second_moment: Tensor | None = None  # one number a row, see ``rows_of``
+    remainder: Tensor | None = None  # what rounding to bfloat16 left of the parameter, see ``muon.rounding``
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Tensors":
+        return Tensors(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
 
 
 def matrix_shape(tensor: Tensor, matrix: MatrixMode = None) -> tuple[int, int, int]:
@@ -17,10 +34,21 @@ def matrix_shape(tensor: Tensor, matrix: MatrixMode = None) -> tuple[int, int, i
 
     ``"batch"``: the last two dimensions are a matrix, those before count matrices (the default for 2-D and 3-D).
     ``"flatten"``: one matrix, (first dimension, everything else) (the default for convolutions, 4-D and 5-D).
+    ``"transposed"``: as ``"batch"``, of matrices that are stored (in, out) while everybody else's are (out, in).
     """
+    if matrix == "transposed":
+        return matrix_shape(tensor.mT, "batch")
     if _is_batch(tensor, matrix):
         return math.prod(tensor.shape[:-2]), tensor.shape[-2], tensor.shape[-1]
     return 1, tensor.shape[0], math.prod(tensor.shape[1:])
+
+
+def rows_of(tensor: Tensor, matrix: MatrixMode = None) -> Tensor:
+    """One element of each row of each matrix: a view with as many dimensions, of size 1 where a row lies."""
+    if matrix == "transposed":
+        return rows_of(tensor.mT, "batch").mT
+    kept = tensor.ndim - 1 if _is_batch(tensor, matrix) else 1
+    return tensor[(slice(None),) * kept + (slice(0, 1),) * (tensor.ndim - kept)]
 
 
 def _is_batch(tensor: Tensor, matrix: MatrixMode) -> bool:
@@ -38,6 +66,8 @@ def row_blocks(
     Raises:
         ValueError: the rows cannot be split so.
     """
+    if matrix == "transposed":
+        return row_blocks(tensor.mT, "batch", split)
     count, rows, cols = matrix_shape(tensor, matrix)
     if split is None:
         return [(tensor, (count, rows, cols))]
@@ -55,19 +85,13 @@ def row_blocks(
 
 @dataclass(frozen=True)
 class Block:
-    """Matrices (count, rows, cols) of one parameter, the ``index``-th, with their gradient and momentum."""
+    """Matrices (count, rows, cols) of the ``index``-th parameter."""
 
     index: int
-    param: Tensor
-    grad: Tensor
-    momentum: Tensor
+    tensors: Tensors
     count: int
     rows: int
     cols: int
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.param, self.grad, self.momentum
 
     @property
     def is_tall(self) -> bool:
@@ -85,47 +109,60 @@ class Bucket:
     def batch(self) -> int:
         return sum(block.count for block in self.blocks)
 
+    @property
+    def param(self) -> Tensor:
+        """One of the parameters; all have its dtype and device."""
+        return self.blocks[0].tensors.param
+
 
 def buckets(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentums: Sequence[Tensor],
+    tensors: Sequence[Tensors],
     matrix: MatrixMode = None,
     split: Split = None,
-    most_elements: int | None = None,
+    most: Callable[[int, int, Tensor], int] | None = None,
+    together: bool = True,
 ) -> list[Bucket]:
     """The matrices of all parameters, by their sides, dtypes and device; those without elements are left out.
 
-    A bucket holds one matrix, or as many as have no more than ``most_elements``.
+    Of (n, m) matrices of a parameter a bucket holds at most ``most(n, m, parameter)``, but at least one, and those of
+    one parameter only unless they may go ``together``.
     """
     found: dict[tuple[object, ...], list[Bucket]] = {}
-    for index, triple in enumerate(zip(params, grads, momentums, strict=True)):
-        for views in zip(*(row_blocks(tensor, matrix, split) for tensor in triple), strict=True):
-            (param, (count, rows, cols)), (grad, _), (momentum, _) = views
-            if param.numel() == 0:
+    for index, whole in enumerate(tensors):
+        for part, (count, rows, cols) in _row_blocks_of_all(whole, matrix, split):
+            if part.param.numel() == 0:
                 continue
-            sides = (min(rows, cols), max(rows, cols))
-            key = (sides, param.device, param.dtype, grad.dtype, momentum.dtype)
-            most = max(1, most_elements // (rows * cols)) if most_elements else count
-            for block in _pieces(Block(index, param, grad, momentum, count, rows, cols), most):
-                open_buckets = found.setdefault(key, [Bucket(sides)])
-                if most_elements and open_buckets[-1].batch + block.count > most:
-                    open_buckets.append(Bucket(sides))
-                open_buckets[-1].blocks.append(block)
+            n, m = min(rows, cols), max(rows, cols)
+            limit = max(1, most(n, m, part.param)) if most else None
+            dtypes = tuple(None if tensor is None else tensor.dtype for tensor in part)
+            same = found.setdefault((n, m, part.param.device, dtypes, None if together else index), [])
+            for block in _pieces(Block(index, part, count, rows, cols), limit or count):
+                if not same or (limit and same[-1].batch + block.count > limit):
+                    same.append(Bucket((n, m)))
+                same[-1].blocks.append(block)
     return [bucket for same in found.values() for bucket in same]
+
+
+def _row_blocks_of_all(
+    whole: Tensors, matrix: MatrixMode, split: Split
+) -> Iterator[tuple[Tensors, tuple[int, int, int]]]:
+    """``row_blocks`` of the parameter, and the same rows of its gradient and state."""
+    views = [None if tensor is None else row_blocks(tensor, matrix, split) for tensor in whole]
+    for i, (_, shape) in enumerate(row_blocks(whole.param, matrix, split)):
+        yield Tensors(*(None if blocks is None else blocks[i][0] for blocks in views)), shape  # type: ignore[arg-type]
 
 
 def _pieces(block: Block, most: int) -> list[Block]:
     """The block cut along its first dimension into blocks of at most ``most`` matrices, as far as it can be."""
     if block.count <= most:
         return [block]
-    length = len(block.param)
+    length = len(block.tensors.param)
     step = max(1, most * length // block.count)
     pieces = []
     for start in range(0, length, step):
-        param, grad, momentum = (tensor[start : start + step] for tensor in block.tensors)
-        count = len(param) * block.count // length
-        pieces.append(replace(block, param=param, grad=grad, momentum=momentum, count=count))
+        piece = block.tensors.map(lambda tensor, start=start: tensor[start : start + step])  # type: ignore[misc]
+        count = len(piece.param) * block.count // length
+        pieces.append(Block(block.index, piece, count, block.rows, block.cols))
     return pieces
 
 
@@ -135,8 +172,8 @@ def pack(bucket: Bucket, X: Tensor, weight: float, *, nesterov: bool, maximize: 
     momentum ← weight momentum + (1 - weight) grad; the update is the momentum or, with Nesterov,
     weight momentum + (1 - weight) grad of the new momentum.
     """
-    momentums = [block.momentum for block in bucket.blocks]
-    grads = [block.grad.to(block.momentum.dtype) for block in bucket.blocks]
+    momentums = [block.tensors.momentum for block in bucket.blocks]
+    grads = [block.tensors.grad.to(block.tensors.momentum.dtype) for block in bucket.blocks]
     if maximize:
         grads = list(torch._foreach_neg(grads))
     torch._foreach_lerp_(momentums, grads, 1 - weight)
@@ -148,14 +185,55 @@ def pack(bucket: Bucket, X: Tensor, weight: float, *, nesterov: bool, maximize: 
     normalize(torch.cat(wide), X, eps)
 
 
-def apply(bucket: Bucket, X: Tensor, decay: float, scale_wide: float, scale_tall: float) -> None:
-    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m')."""
+def apply(
+    bucket: Bucket,
+    X: Tensor,
+    decay: float | Tensor,
+    scale_wide: float | Tensor,
+    scale_tall: float | Tensor,
+    *,
+    cautious: bool = False,
+    neuron_norm: float | None = None,
+) -> None:
+    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m').
+
+    ``cautious``: what the update pushes away from 0 doesn't decay. ``neuron_norm``: the update is evened out by rows,
+    after second moment ← neuron_norm second moment + (1 - neuron_norm) mean square of each row.
+    """
     n, m = bucket.sides
-    torch._foreach_mul_([block.param for block in bucket.blocks], decay)
-    parts = X[:, :n, :m].split([block.count for block in bucket.blocks])
-    for block, part in zip(bucket.blocks, parts, strict=True):
-        update = (part.mT if block.is_tall else part).reshape(block.param.shape)
-        block.param.add_(update, alpha=scale_tall if block.is_tall else scale_wide)
+    for block, part in zip(bucket.blocks, X[:, :n, :m].split([block.count for block in bucket.blocks]), strict=True):
+        param, _, _, second_moment, remainder = block.tensors
+        update = part.mT if block.is_tall else part
+        if second_moment is not None and neuron_norm is not None:
+            second_moment = second_moment.view(block.count, block.rows, 1)
+            second_moment.lerp_(update.to(second_moment.dtype).square().mean(-1, keepdim=True), 1 - neuron_norm)
+            update = normalize_neurons(update, second_moment)
+        update = update.reshape(param.shape)
+        exact = param if remainder is None else join(param, remainder)
+        if cautious:
+            exact.copy_(torch.where(opposed(update, exact), exact, exact * decay))
+        else:
+            exact.mul_(decay)
+        scale = scale_tall if block.is_tall else scale_wide
+        if isinstance(scale, Tensor):
+            exact.add_(update * scale)
+        else:
+            exact.add_(update, alpha=scale)
+        if remainder is not None:
+            split_off(exact, param, remainder)
+
+
+def opposed(update: Tensor, param: Tensor) -> Tensor:
+    """Where subtracting the update moves the parameter away from 0: they differ in sign, and neither is 0."""
+    return update.sign() * param.sign() < 0
+
+
+def normalize_neurons(update: Tensor, second_moment: Tensor) -> Tensor:
+    """The update (batch, rows, cols) with each row over the root of its second moment, and its norm as before."""
+    update = update.to(second_moment.dtype)
+    even = update / (second_moment.sqrt() + NEURON_EPS)
+    norm, new_norm = (torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True) for matrix in (update, even))
+    return even.mul_(norm / (new_norm + NEURON_EPS))
 
 
 def normalize(G: Tensor, X: Tensor, eps: float) -> None:

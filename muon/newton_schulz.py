@@ -25,6 +25,11 @@ Backend: TypeAlias = Literal["auto", "torch", "triton"]
 Iteration: TypeAlias = Literal["standard", "gram", "small"]
 
 
+# Bytes that a step may hold beside parameters, gradients and state, unless told otherwise; more layers than that allows
+# go through it one part after the other.
+DEFAULT_WORKSPACE = 2**31
+
+
 class MatrixOperations(Protocol):
     """What an iteration is made of. Each operation rounds once, after its epilogue."""
 
@@ -246,6 +251,13 @@ def pick_dtype(iteration: Iteration, dtype: torch.dtype, device: torch.device) -
     if device.type == "cpu" or dtype == torch.float64:
         return torch.promote_types(dtype, torch.float32)
     return torch.bfloat16 if iteration == "standard" else torch.float16
+
+
+def memory(iteration: Iteration, n: int, m: int, dtype: torch.dtype) -> int:
+    """Bytes that an iteration holds at its height for each (n, m) matrix of a batch, its input included."""
+    n, m = (-(-side // 16) * 16 for side in (n, m))  # as padded for the kernels
+    square = {"standard": 2, "gram": 7, "small": 0}[iteration]
+    return (3 * n * m + square * n * n) * dtype.itemsize
 
 
 def operations(use_triton: bool) -> MatrixOperations:

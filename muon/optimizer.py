@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -11,9 +11,19 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
-from muon.matrices import MatrixMode, Split, apply, buckets, pack, row_blocks
-from muon.newton_schulz import iterate, operations, pick_dtype, pick_iteration, uses_triton
+from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, opposed, pack, row_blocks, rows_of
+from muon.metrics import adamw_metrics, muon_metrics, read
+from muon.newton_schulz import (
+    DEFAULT_WORKSPACE,
+    iterate,
+    memory,
+    operations,
+    pick_dtype,
+    pick_iteration,
+    uses_triton,
+)
 from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
+from muon.rounding import join, split_off
 
 if TYPE_CHECKING:
     from muon.plan import Plan
@@ -21,6 +31,13 @@ if TYPE_CHECKING:
 AdjustLR: TypeAlias = (
     Literal["original", "match_rms_adamw", "spectral_unclamped"] | Callable[[tuple[int, int]], float] | None
 )
+WeightDecayMode: TypeAlias = Literal["decoupled", "cautious"]
+
+# Of each group and device: gradients that are present by turns don't record a graph at every step.
+MOST_PLANS = 3
+
+# Of each matrix, in at least float32, that muon.matrices.pack and apply hold at their height, X included.
+PACK_COPIES = 6
 
 
 class Muon(Optimizer):
@@ -56,14 +73,37 @@ class Muon(Optimizer):
             ``"spectral_unclamped"``: sqrt(rows / cols); or a callable of (rows, cols).
         betas: AdamW's decay rates of the first and second moment.
         adamw_eps: AdamW's ε.
-        matrix: ``"batch"``: the last two dimensions are matrices; ``"flatten"``: (first dimension, everything else).
+        matrix: ``"batch"``: the last two dimensions are matrices; ``"flatten"``: (first dimension, everything else);
+            ``"transposed"``: the last two dimensions are matrices stored (in, out), as in GPT-2's ``Conv1D``: f and
+            ``split`` take columns for rows.
         split: orthogonalise blocks of rows as matrices of their own (fused qkv, gate and up, heads): a number of equal
             blocks, or their sizes.
+        weight_decay_mode: ``"decoupled"`` decays every element; ``"cautious"`` those only that the update doesn't move
+            away from 0: W ← W - γ (U + λ 1[U W >= 0] W), of Muon and AdamW groups alike.
+        neuron_norm: β₂ of NorMuon, for example 0.95: each row of the orthogonalised update is divided by the root of
+            the running mean of its mean squares, and the whole scaled to keep its Frobenius norm. Muon groups only.
+            State: ``neuron_second_moment``, float32, shaped like the parameter but of size 1 along its rows, so that it
+            broadcasts with it and is sharded with its rows.
+        momentum_dtype: dtype of ``momentum_buffer``, also of one that a checkpoint brings. ``None``: the gradient's, or
+            the checkpoint's.
+        bf16_remainder: keep 16 more bits of each bfloat16 parameter (state ``remainder``, int16, shaped like it), which
+            make it an exact float32 of which the parameter is the nearest bfloat16: small updates add up instead of
+            being rounded away. Combined with ``momentum_dtype=torch.float32`` training is what it would be with
+            float32 parameters whose forward and backward use bfloat16 copies, in 12 instead of 14 bytes an element;
+            in AdamW groups the moments are float32 then.
+        workspace: bytes that the step of a Muon group may hold beside parameters, gradients and state: matrices that
+            need more go through it one part after the other, with the same result. At least one matrix always goes.
+            ``None``: 2 GiB.
         maximize: ascend instead of descend.
+        foreach: ``False``: one parameter at a time, nothing planned or recorded. ``None`` and ``True``: matrices of
+            equal sides together. In AdamW groups as in ``torch.optim.AdamW``; there ``None`` means fused.
+        capturable: the step may be captured in a CUDA graph, after one outside of it. Learning rates that are tensors
+            on the GPU are read when the graph is replayed; the rest, addresses of gradients included, is fixed.
 
     Raises:
         ValueError: an option out of range, or a 0-D or 1-D parameter in a Muon group.
-        RuntimeError: at ``step``, for complex parameters or sparse gradients in a Muon group.
+        RuntimeError: at ``step``, for complex parameters or sparse gradients in a Muon group, or in a CUDA graph's
+            capture without ``capturable``.
 
     Example:
         >>> import torch
@@ -74,7 +114,8 @@ class Muon(Optimizer):
         >>> optimizer.step()
 
     Sources: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., "Muon is Scalable for LLM
-    Training", https://arxiv.org/abs/2502.16982; ``torch.optim.Muon``.
+    Training", https://arxiv.org/abs/2502.16982; ``torch.optim.Muon``; Li et al., "NorMuon",
+    https://arxiv.org/abs/2510.05491; Chen et al., "Cautious Weight Decay", https://arxiv.org/abs/2510.12402.
     """
 
     def __init__(
@@ -93,7 +134,14 @@ class Muon(Optimizer):
         adamw_eps: float = 1e-8,
         matrix: MatrixMode = None,
         split: Split = None,
+        weight_decay_mode: WeightDecayMode = "decoupled",
+        neuron_norm: float | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        bf16_remainder: bool = False,
+        workspace: int | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -108,12 +156,20 @@ class Muon(Optimizer):
             "adamw_eps": adamw_eps,
             "matrix": matrix,
             "split": split,
+            "weight_decay_mode": weight_decay_mode,
+            "neuron_norm": neuron_norm,
+            "momentum_dtype": momentum_dtype,
+            "bf16_remainder": bf16_remainder,
+            "workspace": workspace,
             "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
         }
         # Not a default: torch's schedulers would take it for the momentum to cycle.
         self._betas = betas
         _check_options({**defaults, "betas": betas})
-        self._plans: dict[int, tuple[object, Plan]] = {}
+        self._plans: dict[tuple[int, torch.device], dict[object, Plan]] = {}
+        self._captured: list[Plan] = []  # whose tables callers' graphs read
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,30 +187,59 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_betas": self._betas}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A checkpoint of torch.optim.Muon lacks the options that are ours alone: those of today's groups stay.
         before = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
         self._plans = {}
+        self.__dict__.setdefault("_captured", [])
         self.__dict__.setdefault("_betas", (0.9, 0.999))
         for index, group in enumerate(self.param_groups):
             old = before[index] if index < len(before) else {}
             for name, value in {"betas": self._betas, **self.defaults}.items():
-                group.setdefault(name, old.get(name, value))
+                if name != "differentiable":  # torch has just put it among the defaults
+                    group.setdefault(name, old.get(name, value))
+
+    def state_dict(self) -> StateDict:
+        """The state, as of any optimizer of torch's, but for an ``adjust_lr_fn`` that is a function.
+
+        As with ``LambdaLR``, whoever loads the state keeps their own function, and ``weights_only=True`` can read it.
+        """
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if callable(group.get("adjust_lr_fn")):
+                del group["adjust_lr_fn"]
+        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state of this optimizer or of ``torch.optim.Muon``; momentum keeps the dtype it was saved in."""
-        super().load_state_dict(state_dict)
-        params = (p for group in self.param_groups for p in group["params"])
-        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
-        for p, saved_id in zip(params, saved_ids, strict=False):
-            state = self.state.get(p, {})
-            if "step" in state:  # torch leaves AdamW's step on the device it was saved from
-                state["step"] = state["step"].to(p.device)
-            saved = state_dict["state"].get(saved_id, {}).get("momentum_buffer")
-            if saved is not None and state["momentum_buffer"].dtype != saved.dtype:  # torch has just cast it
-                state["momentum_buffer"] = saved.to(p.device, copy=True)
+        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in."""
+        final: list[StateDict] = []  # as hooks leave it, of which this one runs last
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, loaded: final.append(loaded)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore_dtypes(final[0]), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
+    def _restore_dtypes(self, loaded: StateDict) -> None:
+        """torch has cast state to its parameter's dtype, and left AdamW's step on the device that it came from."""
+        params = ((p, group) for group in self.param_groups for p in group["params"])
+        saved_ids = (i for group in loaded["param_groups"] for i in group["params"])
+        for (p, group), saved_id in zip(params, saved_ids, strict=True):
+            for name, saved in loaded["state"].get(saved_id, {}).items():
+                if name == "step":  # a number in old checkpoints
+                    self.state[p][name] = torch.tensor(float(saved), dtype=torch.float32, device=_step_device(p, group))
+                elif isinstance(saved, Tensor) and self.state[p][name].dtype != saved.dtype:
+                    self.state[p][name] = saved.to(p.device, copy=True)
+
+    # What takes time here are kernels of its own; there is nothing for a compiler to fuse.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's value, if there is one."""
@@ -162,96 +247,233 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if p.grad is not None]
-            grads = [p.grad for p in params]
+            if not params:
+                continue
+            if params[0].is_cuda and torch.cuda.is_current_stream_capturing() and not group["capturable"]:
+                raise RuntimeError(
+                    "Attempting CUDA graph capture of step() for an instance of Muon "
+                    "but param_groups' capturable is False."
+                )
+            if group["algorithm"] == "muon":
+                self._muon_step(index, group, params)
+            else:
+                self._adamw_step(group, params)
+        return loss
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """What the last step did, group by group, for a logger.
+
+        Nothing is recorded during a step: this computes it anew from gradients and state, at the price of about one
+        step in plain torch, and waits for the GPU once. Call it between ``step`` and ``zero_grad``. Parameters without
+        a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number or its ``"name"``:
+
+        - ``gradient_norm`` and ``momentum_norm``: Frobenius norms over the group (AdamW: of the first moment);
+        - ``update_rms``: root mean square of what was added to the parameters, without weight decay;
+        - ``orthogonality_error`` (Muon): ‖O Oᵀ - I‖ / ‖I‖ over all matrices, O the orthogonalised update, on the
+          shorter side; with plain Newton-Schulz coefficients it is about 0.3, of an update of low rank about 1.
+
+        Example:
+            >>> import torch
+            >>> from muon import Muon
+            >>> weight = torch.nn.Parameter(torch.eye(4))
+            >>> optimizer = Muon([weight], lr=0.1)
+            >>> weight.grad = torch.eye(4)
+            >>> optimizer.step()
+            >>> sorted(optimizer.metrics())
+            ['0/gradient_norm', '0/momentum_norm', '0/orthogonality_error', '0/update_rms']
+        """
+        found: dict[str, Tensor] = {}
+        for index, group in enumerate(self.param_groups):
+            params = [p for p in group["params"] if p.grad is not None and self.state.get(p)]
             if not params:
                 continue
             if group["algorithm"] == "muon":
-                self._muon_step(group, params, grads)
+                factor = functools.partial(lr_factor, group["adjust_lr_fn"])
+                metrics = muon_metrics(group, [self._tensors(p, group) for p in params], factor)
             else:
-                self._adamw_step(group, params, grads)
-        return loss
+                metrics = adamw_metrics(group, params, [self.state[p] for p in params])
+            found |= {f"{group.get('name', index)}/{name}": value for name, value in metrics.items()}
+        return read(found)
 
-    def _muon_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("Muon can't be captured in a CUDA graph yet: on a GPU its step records one of its own")
-        for p, grad in zip(params, grads, strict=True):
+    def _muon_step(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
             if torch.is_complex(p):
                 raise RuntimeError("Muon does not support complex parameters")
-            if grad.is_sparse:
+            if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError("Muon does not support sparse gradients")
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        momentums = [self.state[p]["momentum_buffer"] for p in params]
-        scalars = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
-        plan = self._plan(group, params, grads, momentums)
-        if plan is not None:
-            plan.step(params, grads, momentums, **scalars)
-        else:
-            muon(params, grads, momentums, **scalars, **_options(group))
+        tensors = [self._tensors(p, group) for p in params]
+        scalars = {"lr": _number(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+        for device, part in _by_device(tensors, group["foreach"] is not False and _is_row_major(group)).items():
+            if device is None:
+                muon(part, **scalars, **_options(group))
+            else:
+                plan = self._plan(index, group, device, part)
+                plan.step(part, **scalars, capturable=group["capturable"], pool=self._pool(device))
 
-    def _plan(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
-    ) -> "Plan | None":
-        """The group's plan, made anew when parameters, gradients' presence or options have changed; None on a CPU."""
-        device = params[0].device
-        if not uses_triton("auto", params[0]) or any(p.device != device for p in params):
-            return None
-        from muon.plan import Plan, suits
+    def _tensors(self, p: Tensor, group: dict[str, Any]) -> Tensors:
+        """The parameter with its gradient and its state, which is made where it is missing."""
+        state, grad = self.state[p], p.grad
+        assert grad is not None
+        dtype = group["momentum_dtype"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, dtype=dtype, memory_format=torch.preserve_format)
+        elif dtype and state["momentum_buffer"].dtype != dtype:
+            state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+        if group["neuron_norm"] is not None and "neuron_second_moment" not in state:
+            rows = rows_of(p.detach(), group["matrix"])
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            state["neuron_second_moment"] = torch.zeros_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+        second_moment = None if group["neuron_norm"] is None else state["neuron_second_moment"]
+        return Tensors(p, grad, state["momentum_buffer"], second_moment, self._remainder(p, group))
 
-        if not suits(*params, *grads, *momentums):
+    def _remainder(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
+        if not group["bf16_remainder"] or p.dtype != torch.bfloat16:
             return None
+        if "remainder" not in self.state[p]:
+            self.state[p]["remainder"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+        remainder: Tensor = self.state[p]["remainder"]
+        return remainder
+
+    def _plan(self, index: int, group: dict[str, Any], device: torch.device, tensors: list[Tensors]) -> "Plan":
+        """One of the group's latest plans if one fits today's gradients and options, or else a new one."""
+        from muon.plan import STEP_FIRST, Plan
+
         options = _options(group)
-        tensors = zip(params, grads, momentums, strict=True)
-        key = (tuple((p.shape, p.dtype, g.dtype, m.dtype) for p, g, m in tensors), device, repr(options))
-        slot = next(i for i, other in enumerate(self.param_groups) if other is group)
-        if slot not in self._plans or self._plans[slot][0] != key:
+        described = tuple(tuple(t if t is None else (t.shape, t.dtype) for t in whole) for whole in tensors)
+        key = (described, repr(options))
+        plans = self._plans.setdefault((index, device), {})
+        plan = plans.pop(key, None)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if plan is None and capturing:
+            raise RuntimeError(STEP_FIRST)
+        if plan is None:
             steps = schedule(options.pop("ns_coefficients"), options.pop("ns_steps"))
             factor = functools.partial(lr_factor, options.pop("adjust_lr_fn"))
-            self._plans[slot] = key, Plan(params, grads, momentums, steps, factor, **options)
-        return self._plans[slot][1]
+            if options["matrix"] == "transposed":  # the iteration doesn't care which side is which, the factor does
+                options["matrix"], factor = "batch", functools.partial(_transposed, factor)
+            cautious = options.pop("weight_decay_mode") == "cautious"
+            del options["foreach"]
+            plan = Plan(tensors, steps, factor, cautious=cautious, **options)
+        plans[key] = plan  # the latest comes last
+        if len(plans) > MOST_PLANS:
+            del plans[next(iter(plans))]
+        if capturing and plan not in self._captured:
+            self._captured.append(plan)
+        return plan
 
-    def _adamw_step(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in params)
-        for p, grad in zip(params, grads, strict=True):
+    def _pool(self, device: torch.device) -> Any:
+        """Memory of a graph recorded before on this device: none runs while another does, so all may use the same."""
+        plans = (plan for (_, other), plans in self._plans.items() if other == device for plan in plans.values())
+        return next((plan.graph.pool() for plan in plans if plan.graph is not None), None)
+
+    def _adamw_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        exact: list[Tensor] = []
+        grads: list[Tensor] = []
+        for p in params:
+            grad = p.grad
+            assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError("AdamW does not support sparse gradients")
+            remainder = self._remainder(p, group)
+            exact.append(p if remainder is None else join(p, remainder))
+            grads.append(grad if remainder is None else grad.to(torch.float32))
             state = self.state[p]
             if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p, group))
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in state:
+                    state[name] = torch.zeros_like(exact[-1], memory_format=torch.preserve_format)
+                state[name] = state[name].to(exact[-1].dtype)
+        decay = group["weight_decay"]
+        if group["weight_decay_mode"] == "cautious":
+            self._decay_cautiously(group, exact, grads, [self.state[p]["exp_avg"] for p in params])
+            decay = 0.0
         adamw(
-            params,
+            exact,
             grads,
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],
             [self.state[p]["step"] for p in params],
-            fused=fused,
+            foreach=group["foreach"],
+            fused=group["foreach"] is None and all(map(_is_fusible, params)),
+            capturable=group["capturable"],
             has_complex=any(map(torch.is_complex, params)),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            weight_decay=decay,
             eps=group["adamw_eps"],
             maximize=group["maximize"],
         )
+        for p, value in zip(params, exact, strict=True):
+            if value is not p:
+                split_off(value, p, self.state[p]["remainder"])
+
+    def _decay_cautiously(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor]
+    ) -> None:
+        """AdamW's update has the sign of its first moment, which this looks ahead to."""
+        decay = 1 - _number(group["lr"]) * group["weight_decay"]
+        for p, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
+            update = exp_avg.lerp(-grad if group["maximize"] else grad, 1 - group["betas"][0])
+            p.copy_(torch.where(opposed(update, p), p, p * decay))
+
+
+def _is_row_major(group: dict[str, Any]) -> bool:
+    """Whether kernels can have the group: blocks of columns, and neurons that are columns, aren't theirs."""
+    return group["matrix"] != "transposed" or (group["split"] is None and group["neuron_norm"] is None)
+
+
+def _transposed(factor: Callable[[int, int], float], rows: int, cols: int) -> float:
+    return factor(cols, rows)
+
+
+def _by_device(tensors: Iterable[Tensors], planned: bool) -> dict[torch.device | None, list[Tensors]]:
+    """What goes to a plan, by its device, and, under None, what plain torch does."""
+    found: dict[torch.device | None, list[Tensors]] = {}
+    for whole in tensors:
+        device = None
+        if planned and uses_triton("auto", whole.param):
+            from muon.plan import suits
+
+            device = whole.param.device if suits(whole) else None
+        found.setdefault(device, []).append(whole)
+    return found
+
+
+def _number(lr: float | Tensor) -> float | Tensor:
+    """A learning rate as a number, or as it is where reading it would wait for a GPU."""
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        return lr.detach().reshape(())
+    return float(lr)
+
+
+def _is_fusible(p: Tensor) -> bool:
+    return p.device.type in ("cpu", "cuda") and p.is_floating_point()
+
+
+def _step_device(p: Tensor, group: dict[str, Any]) -> torch.device:
+    on_device = group["capturable"] or (group["foreach"] is None and _is_fusible(p))
+    return p.device if on_device else torch.device("cpu")
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    names = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "matrix", "split", "maximize")
+    names = (
+        "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "matrix", "split", "weight_decay_mode",
+        "neuron_norm", "workspace", "maximize", "foreach",
+    )  # fmt: skip
     return {name: group[name] for name in names}
 
 
 def muon(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor],
+    tensors: Sequence[Tensors],
     *,
-    lr: float,
+    lr: float | Tensor,
     weight_decay: float,
     momentum: float,
     nesterov: bool,
@@ -261,20 +483,33 @@ def muon(
     adjust_lr_fn: AdjustLR,
     matrix: MatrixMode,
     split: Split,
+    weight_decay_mode: WeightDecayMode,
+    neuron_norm: float | None,
+    workspace: int | None,
     maximize: bool,
+    foreach: bool | None,
 ) -> None:
-    """One Muon step of ``params`` and ``momentum_buffers``, in place; see ``Muon``."""
+    """One Muon step of parameters and states, in place; see ``Muon``."""
     steps = schedule(ns_coefficients, ns_steps)
-    for bucket in buckets(params, grads, momentum_buffers, matrix, split):
-        (n, m), param = bucket.sides, bucket.blocks[0].param
+
+    def most(n: int, m: int, param: Tensor) -> int:
+        iteration = pick_iteration("auto", steps, n, m, None, uses_triton("auto", param))
+        in_pack = PACK_COPIES * n * m * torch.promote_types(param.dtype, torch.float32).itemsize
+        needed = max(in_pack, memory(iteration, n, m, pick_dtype(iteration, param.dtype, param.device)))
+        return (workspace or DEFAULT_WORKSPACE) // needed
+
+    for bucket in buckets(tensors, matrix, split, most, together=foreach is not False):
+        (n, m), param = bucket.sides, bucket.param
         use_triton = uses_triton("auto", param)
         iteration = pick_iteration("auto", steps, n, m, None, use_triton)
         ops = operations(use_triton)
         X = ops.allocate(bucket.batch, n, m, param, pick_dtype(iteration, param.dtype, param.device))
         pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=eps)
         X = iterate(X, steps, iteration, ops)
-        scale_wide, scale_tall = (-lr * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
-        apply(bucket, X, 1 - lr * weight_decay, scale_wide, scale_tall)
+        rate = lr.to(param.device) if isinstance(lr, Tensor) else lr
+        scale_wide, scale_tall = (-rate * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
+        cautious = weight_decay_mode == "cautious"
+        apply(bucket, X, 1 - rate * weight_decay, scale_wide, scale_tall, cautious=cautious, neuron_norm=neuron_norm)
 
 
 def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:
@@ -303,8 +538,18 @@ def _check_options(group: dict[str, Any]) -> None:
             raise ValueError(f"betas[{index}] should be in [0, 1) but is: {beta}")
     if group["algorithm"] not in ("muon", "adamw"):
         raise ValueError(f"algorithm should be 'muon' or 'adamw' but is: {group['algorithm']!r}")
-    if group["matrix"] not in (None, "batch", "flatten"):
-        raise ValueError(f"matrix should be None, 'batch' or 'flatten' but is: {group['matrix']!r}")
+    if group["matrix"] not in (None, "batch", "flatten", "transposed"):
+        raise ValueError(f"matrix should be None, 'batch', 'flatten' or 'transposed' but is: {group['matrix']!r}")
+    if group["weight_decay_mode"] not in ("decoupled", "cautious"):
+        mode = group["weight_decay_mode"]
+        raise ValueError(f"weight_decay_mode should be 'decoupled' or 'cautious' but is: {mode!r}")
+    if group["neuron_norm"] is not None and not 0.0 <= group["neuron_norm"] < 1.0:
+        raise ValueError(f"neuron_norm should be None or in [0, 1) but is: {group['neuron_norm']}")
+    dtype = group["momentum_dtype"]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"momentum_dtype should be None or a real floating dtype but is: {dtype!r}")
+    if group["workspace"] is not None and not group["workspace"] > 0:
+        raise ValueError(f"workspace should be None or a positive number of bytes but is: {group['workspace']}")
     adjust_lr_fn = group["adjust_lr_fn"]
     names = (None, "original", "match_rms_adamw", "spectral_unclamped")
     if not callable(adjust_lr_fn) and adjust_lr_fn not in names:

@@ -5,6 +5,7 @@ schedule is a sequence of such steps, written as triples (a, b, c).
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -15,6 +16,8 @@ Coefficients: TypeAlias = Triple | Preset | Sequence[Triple]
 
 # Singular values over the Frobenius norm lie in (0, 1]; rounding in bf16 pushes them to at most 1.01.
 LARGEST_SINGULAR_VALUE = 1.01
+
+EPSILON = sys.float_info.epsilon
 
 KELLER_JORDAN: Triple = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon/
 
@@ -53,13 +56,19 @@ PRESETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
 def schedule(ns_coefficients: Coefficients, ns_steps: int) -> tuple[Triple, ...]:
     """The steps of an iteration, one triple each.
 
-    A single triple, and the preset ``"keller_jordan"``, is repeated ``ns_steps`` times. A named schedule is cut after
-    ``ns_steps`` or continued by the converging tail, except ``"converged"``, which never has fewer steps than it needs.
-    A sequence of triples is taken as it is: its length is the number of steps.
+    A single triple, and the preset ``"keller_jordan"``, is repeated ``ns_steps`` times. A sequence of triples is taken
+    as it is: its length is the number of steps. The other presets are made for five steps (``"converged"`` for seven):
+
+    - For fewer, a preset keeps its first steps. Those of Polar Express are greedy, each the best for the range that the
+      steps before it leave, so that any number of them is the best schedule of its length; Quintic's first four are
+      closer to 1 than its last four. ``"converged"`` is never cut: it would not be.
+    - For more, it goes on with the converging tail, whose step has p(1) = 1 and p'(1) = p''(1) = 0: near 1 it cubes the
+      distance to 1. Repeating the last step instead would not converge: that step balances the range it was made for.
 
     Raises:
         ValueError: an unknown preset, triples that are not three finite numbers, a number of steps outside
-            0 .. 99, or a schedule that would turn some singular value's sign around or inflate it past 2.
+            0 .. 99, or a schedule that would turn some singular value's sign around, extinguish it, or inflate it past
+            2; the message names the interval that singular values reach.
     """
     if not 0 <= ns_steps < 100:
         raise ValueError(f"ns_steps should be between 0 and 99 but is: {ns_steps}")
@@ -114,8 +123,9 @@ def _certify(steps: Sequence[Triple]) -> None:
     """Raise unless the schedule stays in (0, 2) for every singular value in (0, 1.01]."""
     low, high = 0.0, LARGEST_SINGULAR_VALUE
     for number, triple in enumerate(steps):
+        keeps_signs = _is_positive(triple, high)
         low, high = _image(triple, low, high)
-        if low < 0 or high == 0:
+        if not keeps_signs:
             raise ValueError(
                 f"ns_coefficients turn updates around: after step {number + 1}, {triple}, singular values "
                 f"in (0, {LARGEST_SINGULAR_VALUE}] reach [{low:.4g}, {high:.4g}], which should be positive"
@@ -125,6 +135,16 @@ def _certify(steps: Sequence[Triple]) -> None:
             f"ns_coefficients blow updates up: after all {len(steps)} steps, singular values in "
             f"(0, {LARGEST_SINGULAR_VALUE}] reach [{low:.4g}, {high:.4g}], which should lie inside (0, 2)"
         )
+
+
+def _is_positive(triple: Triple, high: float) -> bool:
+    """Whether a s + b s³ + c s⁵ > 0 on (0, high], by more than the rounding of the test.
+
+    It is 0 at 0, so on (0, high] it is lowest at a critical point, at the end, or, rising, towards 0.
+    """
+    a, b, c = triple
+    points = [high, *(s for s in _critical_points(a, b, c) if 0 < s < high)]
+    return all(a + s * s * (b + s * s * c) > 8 * EPSILON * (abs(a) + s * s * (abs(b) + s * s * abs(c))) for s in points)
 
 
 def _image(triple: Triple, low: float, high: float) -> tuple[float, float]:

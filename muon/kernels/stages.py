@@ -1,9 +1,9 @@
 """What surrounds the iteration, in Triton: one launch for all matrices of a bucket, every pass at memory speed.
 
-Matrices are reached through two tables with one row each: int64 addresses of parameter, gradient and momentum and
-whether the matrix is tall; and float32 momentum weight, decay and scale. Both lie in device memory, so that a recorded
-CUDA graph sees today's. A tall matrix is transposed on its way into the (batch, n, m) tensor X and out of it. Sources
-are contiguous (rows, cols) matrices; X may be padded.
+Matrices are reached through two tables with one row each: int64 addresses of parameter, gradient, momentum, second
+moment of the neurons and remainder, and whether the matrix is tall; and float32 momentum weight, decay and scale. Both
+lie in device memory, so that a recorded CUDA graph sees today's. A tall matrix is transposed on its way into the
+(batch, n, m) tensor X and out of it. Sources are contiguous (rows, cols) matrices; X may be padded.
 
 Torch twins: ``muon.matrices.pack`` and ``muon.matrices.apply``.
 """
@@ -13,16 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muon import matrices, rounding
+
 PARAM: tl.constexpr = tl.constexpr(0)
 GRAD: tl.constexpr = tl.constexpr(1)
 MOMENTUM: tl.constexpr = tl.constexpr(2)
-IS_TALL: tl.constexpr = tl.constexpr(3)
-COLUMNS: tl.constexpr = tl.constexpr(4)
+SECOND_MOMENT: tl.constexpr = tl.constexpr(3)
+REMAINDER: tl.constexpr = tl.constexpr(4)
+IS_TALL: tl.constexpr = tl.constexpr(5)
+COLUMNS: tl.constexpr = tl.constexpr(6)
 
 WEIGHT: tl.constexpr = tl.constexpr(0)
 DECAY: tl.constexpr = tl.constexpr(1)
 SCALE: tl.constexpr = tl.constexpr(2)
 SCALARS: tl.constexpr = tl.constexpr(3)
+
+NEURON_EPS: tl.constexpr = tl.constexpr(matrices.NEURON_EPS)
+HALF: tl.constexpr = tl.constexpr(rounding.HALF)
+UPPER: tl.constexpr = tl.constexpr(rounding.UPPER)
+NAN: tl.constexpr = tl.constexpr(rounding.NAN)
 
 ALIGNMENT = 16  # elements: 16 bytes at least, and what Triton specialises sizes on
 CHUNK = 4096  # elements of a matrix that a program of the momentum kernel takes
@@ -146,17 +155,81 @@ def pack_kernel(
 
 
 @triton.jit
-def apply_kernel(
-    table_ptr, scalar_ptr, x_ptr,
+def neuron_kernel(
+    table_ptr, x_ptr, squares_ptr,
+    beta2,
     n, m, stride_xb, stride_xn,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """second moment ← beta2 second moment + (1 - beta2) mean square, for TILE rows of a matrix, all columns.
+
+    The rows are the parameter's: columns of X where the matrix is tall. Their sums of squares go to squares (batch, m).
+    """
+    num_pid = tl.cdiv(m, TILE)
+    matrix = tl.program_id(0) // num_pid
+    offs = tl.arange(0, TILE)
+    offs_row = tl.program_id(0) % num_pid * TILE + offs
+    is_tall = tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0
+    cols = tl.where(is_tall, n, m)
+    mask = offs_row < tl.where(is_tall, m, n)
+    x_ptr += matrix.to(tl.int64) * stride_xb
+    squares = tl.zeros((TILE,), tl.float32)
+    if is_tall:
+        for start in range(0, n, TILE):
+            x = tl.load(x_ptr + (start + offs)[:, None].to(tl.int64) * stride_xn + offs_row[None, :],
+                        mask=(start + offs < n)[:, None] & mask[None, :], other=0.0).to(tl.float32)  # fmt: skip
+            squares += tl.sum(x * x, 0)
+    else:
+        for start in range(0, m, TILE):
+            x = tl.load(x_ptr + offs_row[:, None].to(tl.int64) * stride_xn + (start + offs)[None, :],
+                        mask=mask[:, None] & (start + offs < m)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+            squares += tl.sum(x * x, 1)
+    moment_ptr = _address(table_ptr, matrix, SECOND_MOMENT, False, tl.float32) + offs_row
+    moment = tl.load(moment_ptr, mask=mask, other=0.0)
+    tl.store(moment_ptr, beta2 * moment + (1 - beta2) * (squares / cols), mask=mask)
+    tl.store(squares_ptr + matrix.to(tl.int64) * m + offs_row, squares, mask=mask)
+
+
+@triton.jit
+def neuron_norm_kernel(table_ptr, squares_ptr, ratio_ptr, n, m, BLOCK: tl.constexpr):
+    """ratio (batch,) = the norm of each matrix before its rows are divided by their roots over that after."""
+    matrix = tl.program_id(0)
+    rows = tl.where(tl.load(table_ptr + matrix * COLUMNS + IS_TALL) != 0, m, n)
+    moment_ptr = _address(table_ptr, matrix, SECOND_MOMENT, False, tl.float32)
+    squares_ptr += matrix.to(tl.int64) * m
+    offs = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.float32)
+    after = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, m, BLOCK):
+        mask = start + offs < rows
+        squares = tl.load(squares_ptr + start + offs, mask=mask, other=0.0)
+        root = tl.sqrt(tl.load(moment_ptr + start + offs, mask=mask, other=0.0)) + NEURON_EPS
+        before += squares
+        after += squares / root / root
+    tl.store(ratio_ptr + matrix, tl.sqrt(tl.sum(before, 0)) / (tl.sqrt(tl.sum(after, 0)) + NEURON_EPS))
+
+
+@triton.jit
+def apply_kernel(
+    table_ptr, scalar_ptr, x_ptr, ratio_ptr,
+    n, m, stride_xb, stride_xn,
+    CAUTIOUS: tl.constexpr, NEURON_NORM: tl.constexpr, HAS_REMAINDER: tl.constexpr,
     ALIGNED: tl.constexpr, PARAM_DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """param ← decay param + scale X[matrix], a (TILE, TILE) tile of it."""
+    """param ← decay param + scale X[matrix], a (TILE, TILE) tile of it.
+
+    CAUTIOUS: what the update pushes away from 0 doesn't decay. NEURON_NORM: each row of the update over the root of
+    its second moment, times ratio. HAS_REMAINDER: the parameter is bfloat16 and its remainder, see ``muon.rounding``.
+    """
     matrix, is_tall, row, col, tile, mask = _tile(table_ptr, n, m, TILE)
     offs = tl.arange(0, TILE)
     x_ptr += matrix.to(tl.int64) * stride_xb
     param_ptr = _address(table_ptr, matrix, PARAM, ALIGNED, PARAM_DTYPE)
     param = tl.load(param_ptr + tile, mask=mask, other=0.0).to(tl.float32)
+    if HAS_REMAINDER:
+        remainder_ptr = _address(table_ptr, matrix, REMAINDER, ALIGNED, tl.int16)
+        remainder = tl.load(remainder_ptr + tile, mask=mask, other=0).to(tl.int32)
+        param = (param.to(tl.int32, bitcast=True) + remainder).to(tl.float32, bitcast=True)
     if is_tall:
         x = tl.load(x_ptr + (col + offs)[:, None].to(tl.int64) * stride_xn + (row + offs)[None, :],
                     mask=tl.trans(mask), other=0.0)  # fmt: skip
@@ -164,7 +237,20 @@ def apply_kernel(
     else:
         x = tl.load(x_ptr + (row + offs)[:, None].to(tl.int64) * stride_xn + (col + offs)[None, :],
                     mask=mask, other=0.0)  # fmt: skip
-    param = _scalar(scalar_ptr, matrix, DECAY) * param + _scalar(scalar_ptr, matrix, SCALE) * x.to(tl.float32)
+    x = x.to(tl.float32)
+    if NEURON_NORM:
+        moment_ptr = _address(table_ptr, matrix, SECOND_MOMENT, False, tl.float32)
+        moment = tl.load(moment_ptr + row + offs, mask=row + offs < tl.where(is_tall, m, n), other=1.0)
+        x *= (tl.load(ratio_ptr + matrix) / (tl.sqrt(moment) + NEURON_EPS))[:, None]
+    decay = _scalar(scalar_ptr, matrix, DECAY)
+    if CAUTIOUS:
+        decay = tl.where(((x > 0) & (param < 0)) | ((x < 0) & (param > 0)), 1.0, decay)
+    param = decay * param + _scalar(scalar_ptr, matrix, SCALE) * x
+    if HAS_REMAINDER:
+        bits = tl.where(param != param, NAN, param.to(tl.int32, bitcast=True))
+        upper = (bits + HALF) & UPPER
+        tl.store(remainder_ptr + tile, (bits - upper).to(tl.int16), mask=mask)
+        param = upper.to(tl.float32, bitcast=True)
     tl.store(param_ptr + tile, param.to(PARAM_DTYPE), mask=mask)
 
 
@@ -193,7 +279,7 @@ def normalize(G: Tensor, X: Tensor, eps: float) -> None:
     size = rows * cols * G.element_size()
     first, dtype = G.data_ptr(), DTYPES[G.dtype]
     address = torch.arange(first, first + batch * size, size, device=G.device)
-    table = torch.stack([address, address, address, torch.full_like(address, rows > cols)], dim=1)
+    table = torch.stack([address] * 5 + [torch.full_like(address, rows > cols)], dim=1)
     aligned = first % 16 == 0 and rows % ALIGNMENT == 0 and cols % ALIGNMENT == 0
     sides = (min(rows, cols), max(rows, cols))
     flags = {"HAS_GRAD": False, "NESTEROV": False, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
@@ -217,11 +303,37 @@ def _pack(
 
 
 def apply(
-    table: Tensor, scalars: Tensor, X: Tensor, sides: tuple[int, int], param_dtype: torch.dtype, *, aligned: bool
+    table: Tensor,
+    scalars: Tensor,
+    X: Tensor,
+    sides: tuple[int, int],
+    param_dtype: torch.dtype,
+    *,
+    aligned: bool,
+    cautious: bool = False,
+    neuron_norm: float | None = None,
+    has_remainder: bool = False,
 ) -> None:
     """See ``muon.matrices.apply``."""
-    n, m = sides
-    apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE) * len(table),)](
-        table, scalars, X, n, m, X.stride(0), X.stride(1),
-        ALIGNED=aligned, PARAM_DTYPE=DTYPES[param_dtype], TILE=TILE,
+    (n, m), batch = sides, len(table)
+    ratio = X if neuron_norm is None else _normalize_neurons(table, X, sides, neuron_norm)
+    apply_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE) * batch,)](
+        table, scalars, X, ratio, n, m, X.stride(0), X.stride(1),
+        CAUTIOUS=cautious, NEURON_NORM=neuron_norm is not None, HAS_REMAINDER=has_remainder,
+        ALIGNED=aligned, PARAM_DTYPE=DTYPES[param_dtype], TILE=TILE, num_warps=apply_warps(has_remainder),
     )  # fmt: skip
+
+
+def apply_warps(has_remainder: bool) -> int:
+    """On four warps the tile of a remainder beside the rest doesn't fit the registers."""
+    return 8 if has_remainder else 4
+
+
+def _normalize_neurons(table: Tensor, X: Tensor, sides: tuple[int, int], beta2: float) -> Tensor:
+    """Update the second moments, and what ``muon.matrices.normalize_neurons`` multiplies a matrix by at the end."""
+    (n, m), batch = sides, len(table)
+    squares = torch.empty(batch, m, dtype=torch.float32, device=X.device)
+    ratio = torch.empty(batch, dtype=torch.float32, device=X.device)
+    neuron_kernel[(triton.cdiv(m, TILE) * batch,)](table, X, squares, beta2, n, m, X.stride(0), X.stride(1), TILE=TILE)
+    neuron_norm_kernel[(batch,)](table, squares, ratio, n, m, BLOCK=1024)
+    return ratio

@@ -11,6 +11,7 @@ from helpers.newton_schulz import SPECTRA, error, plain_newton_schulz, spectrum
 from muon import Muon, orthogonalize
 from muon.kernels import hopper
 from muon.polynomials import KELLER_JORDAN, schedule
+from muon.rounding import join
 
 FLOOR = 1e-6
 
@@ -161,13 +162,187 @@ def test_two_groups_replay_beside_each_other():
         assert torch.equal(a, b)
 
 
-def test_a_callers_capture_is_refused():
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_a_callers_capture_without_capturable_is_refused(algorithm):
     p = gaussian(1, 64, 64)[0].requires_grad_()
     p.grad = torch.randn_like(p)
-    optimizer = Muon([p])
+    optimizer = Muon([{"params": [p], "algorithm": algorithm}])
     optimizer.step()
-    with pytest.raises(RuntimeError, match="can't be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
+
+
+def test_a_capture_without_a_step_before_it_is_refused():
+    p = gaussian(1, 64, 64)[0].requires_grad_()
+    p.grad = torch.randn_like(p)
+    optimizer = Muon([p], capturable=True)
+    with pytest.raises(RuntimeError, match="outside of one"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+class Run:
+    """Two matrices and a vector trained on given gradients, by a caller's graph or step by step."""
+
+    def __init__(self, lr, **options):
+        self.params = [gaussian(1, *shape, seed=i)[0].requires_grad_() for i, shape in enumerate(SHAPES)]
+        self.params.append(gaussian(1, 1, 256, seed=9)[0, 0].requires_grad_())
+        groups = [{"params": self.params[:-1]}, {"params": self.params[-1:], "algorithm": "adamw"}]
+        self.optimizer = Muon(groups, lr=lr, **options)
+        self.gradients = [torch.empty_like(p) for p in self.params]
+
+    def set_gradients(self, seed):
+        for i, gradient in enumerate(self.gradients):
+            gradient.copy_(gaussian(1, 1, gradient.numel(), seed=100 * seed + i).view_as(gradient))
+
+    def train_step(self):
+        """Gradients are allocated anew, as after ``zero_grad``."""
+        for p in self.params:
+            p.grad = None
+        sum((p * gradient).sum() for p, gradient in zip(self.params, self.gradients, strict=True)).backward()
+        self.optimizer.step()
+
+
+SHAPES = [(256, 384), (384, 256)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"neuron_norm": 0.9, "weight_decay_mode": "cautious"}], ids=["plain", "variants"]
+)
+def test_a_callers_graph_is_the_step(options):
+    """Backward and step in one graph, replayed with other gradients and another learning rate."""
+    lr = torch.tensor(2.0**-6, device="cuda")
+    ours, theirs = Run(lr, capturable=True, **options), Run(2.0**-6, **options)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for seed in range(2):
+            ours.set_gradients(seed)
+            ours.train_step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    ours.set_gradients(2)
+    with torch.cuda.graph(graph):
+        ours.train_step()
+    for seed in range(2):
+        theirs.set_gradients(seed)
+        theirs.train_step()
+    for seed in range(2, 6):
+        lr.fill_(2.0**-seed)
+        ours.set_gradients(seed)
+        graph.replay()
+        for group in theirs.optimizer.param_groups:
+            group["lr"] = 2.0**-seed
+        theirs.set_gradients(seed)
+        theirs.train_step()
+        for p, q in zip(ours.params, theirs.params, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_a_learning_rate_on_the_gpu_is_never_waited_for():
+    run = Run(torch.tensor(0.02, device="cuda"))
+    run.set_gradients(0)
+    for _ in range(3):
+        run.train_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_thousand_steps_compile_nothing_and_hold_nothing(monkeypatch):
+    """Learning rates change, gradients move, and every third step one of them is missing."""
+    run = Run(0.02, neuron_norm=0.9)
+    compiled = []
+
+    def step(i):
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.02 / (i + 1)
+        for j, p in enumerate(run.params):
+            p.grad = None if i % 3 == 0 and j == 0 else run.gradients[j].clone()
+        run.optimizer.step()
+
+    run.set_gradients(0)
+    for i in range(30):
+        step(i)
+    torch.cuda.synchronize()
+    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    monkeypatch.setattr("triton.knobs.runtime.jit_post_compile_hook", lambda **_: compiled.append(1))
+    for i in range(30, 1000):
+        step(i)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= held and torch.cuda.memory_reserved() <= reserved and not compiled
+
+
+VARIANTS = {
+    "cautious": {"weight_decay_mode": "cautious", "weight_decay": 0.5},
+    "neuron_norm": {"neuron_norm": 0.9},
+    "momentum_dtype": {"momentum_dtype": torch.bfloat16},
+    "nothing batched": {"foreach": False},
+    "all": {"neuron_norm": 0.9, "weight_decay_mode": "cautious", "maximize": True, "nesterov": False},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_variants_are_as_good_as_plain_torch(options, monkeypatch):
+    """Against the run in float64, and the run in float64 whose iteration alone is plain torch in bfloat16."""
+
+    def run(dtype):
+        params = [(gaussian(1, *shape, seed=i)[0] / 30).to(dtype).requires_grad_() for i, shape in enumerate(SHAPES)]
+        start = [p.detach().double().clone() for p in params]
+        exact_momentum = {"momentum_dtype": torch.float64} if dtype == torch.float64 else {}
+        optimizer = Muon(params, lr=0.02, **{**options, **exact_momentum})
+        for step in range(4):
+            for i, p in enumerate(params):
+                p.grad = gaussian(1, *p.shape, seed=100 * step + i)[0].to(dtype)
+            optimizer.step()
+        return [p.detach().double() - s for p, s in zip(params, start, strict=True)]
+
+    def plain_iterate(X, steps, *_):
+        return plain_newton_schulz(X.float(), steps, torch.bfloat16).to(X.dtype)
+
+    exact, ours = run(torch.float64), run(torch.float32)
+    monkeypatch.setattr("muon.optimizer.iterate", plain_iterate)
+    plain = run(torch.float64)
+    for p, q, best in zip(ours, plain, exact, strict=True):
+        assert error(p, best) <= 2 * error(q, best) + FLOOR
+
+
+def test_bfloat16_with_a_remainder_is_float32_to_the_bit():
+    """Both get the same bfloat16 gradients."""
+    ours = [gaussian(1, *shape, torch.bfloat16, seed=i)[0].requires_grad_() for i, shape in enumerate(SHAPES)]
+    theirs = [p.detach().float().requires_grad_() for p in ours]
+    a = Muon(ours, lr=1e-3, momentum_dtype=torch.float32, bf16_remainder=True)
+    b = Muon(theirs, lr=1e-3)
+    for step in range(10):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            p.grad = gaussian(1, *p.shape, torch.bfloat16, seed=100 * step + i)[0]
+            q.grad = p.grad.float()
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(join(p.detach(), a.state[p]["remainder"]), q)
+
+
+@pytest.mark.parametrize("shape", [(768, 3072), (768, 768)], ids=str)
+def test_workspace_bounds_what_a_step_holds_and_changes_nothing(shape):
+    workspace = 2**27
+
+    def run(workspace):
+        params = [gaussian(1, *shape, seed=i)[0].requires_grad_() for i in range(32)]
+        optimizer = Muon(params, lr=0.02, workspace=workspace, neuron_norm=0.9)
+        for i, p in enumerate(params):
+            p.grad = gaussian(1, *shape, seed=100 + i)[0]
+        optimizer.step()  # makes the state and compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer._plans.clear()
+        optimizer.step()
+        return [p.detach() for p in params], torch.cuda.max_memory_allocated() - before
+
+    (bounded, low), (free, high) = run(workspace), run(None)
+    assert workspace / 4 < low <= workspace + 2**20 < high
+    assert all(torch.equal(p, q) for p, q in zip(bounded, free, strict=True))
 
 
 def test_more_matrices_than_a_grid_dimension_has_programs():

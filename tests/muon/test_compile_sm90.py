@@ -84,14 +84,25 @@ for dtype in (tl.float32, tl.bfloat16):
         places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
         pack = pointers | {"norm_ptr": "*fp32", "x_ptr": "*fp16", "sign": "fp32"} | places
         check("pack " + what, stages.pack_kernel, pack, flags | {"TILE": stages.TILE}, [*sizes, "x_ptr"], vector)
-        apply = pointers | {"x_ptr": "*fp16"} | places
-        constants = {"ALIGNED": aligned, "PARAM_DTYPE": dtype, "TILE": stages.TILE}
-        check("apply " + what, stages.apply_kernel, apply, constants, [*sizes, "x_ptr"], vector)
+        apply = pointers | {"x_ptr": "*fp16", "ratio_ptr": "*fp32"} | places
+        for variant in (False, True):
+            constants = {"CAUTIOUS": variant, "NEURON_NORM": variant}
+            constants |= {"HAS_REMAINDER": variant and dtype == tl.bfloat16}
+            constants |= {"ALIGNED": aligned, "PARAM_DTYPE": dtype, "TILE": stages.TILE}
+            options = {"num_warps": stages.apply_warps(constants["HAS_REMAINDER"])}
+            what_variant = f"apply {variant} " + what
+            check(what_variant, stages.apply_kernel, apply, constants, [*sizes, "x_ptr"], vector, **options)
+
+places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
+neuron = {"table_ptr": "*i64", "x_ptr": "*fp16", "squares_ptr": "*fp32", "beta2": "fp32"} | places
+check("neuron:", stages.neuron_kernel, neuron, {"TILE": stages.TILE}, [*places, "x_ptr"], ["ld.global.v4.b32"])
+neuron = {"table_ptr": "*i64", "squares_ptr": "*fp32", "ratio_ptr": "*fp32", "n": "i32", "m": "i32"}
+check("neuron norm:", stages.neuron_norm_kernel, neuron, {"BLOCK": 1024}, ["n", "m"], [])
 """
 
 
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 48
+    assert len(lines) == 54
     assert [line for line in lines if not line.endswith(" ok")] == []

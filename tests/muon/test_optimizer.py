@@ -370,7 +370,7 @@ def test_closure_is_called_with_gradients_enabled_and_its_value_returned():
         ({"ns_coefficients": "nonsense"}, "'nonsense'"),
         ({"betas": (0.9,)}, r"betas should be two numbers but are: \(0.9,\)"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] should be in \[0, 1\) but is: 1.0"),
-        ({"matrix": "columns"}, "matrix should be None, 'batch' or 'flatten' but is: 'columns'"),
+        ({"matrix": "columns"}, "matrix should be None, 'batch', 'flatten' or 'transposed' but is: 'columns'"),
         ({"split": 5}, r"split=5 should divide the 8 rows of a \(8, 8\) parameter"),
         ({"split": (4, 5)}, r"split=\(4, 5\) should be positive and sum to the 8 rows"),
     ],

@@ -41,6 +41,34 @@ def test_lengths():
     assert schedule([KELLER_JORDAN], 5) == (KELLER_JORDAN,)
 
 
+@pytest.mark.parametrize("ns_steps", [6, 7, 8])
+@pytest.mark.parametrize("name", ["quintic", "polar_express"])
+def test_going_on_with_the_tail_beats_repeating_the_last_step(name, ns_steps):
+    s = torch.logspace(-3, math.log10(1.01), 10_001, dtype=torch.float64)
+    preset = PRESETS[name]
+    repeated = (*preset, *(preset[-1],) * (ns_steps - 5))
+    tail, other = ((evaluate(steps, s) - 1).square().mean() for steps in (schedule(name, ns_steps), repeated))
+    assert tail < other
+
+
+@pytest.mark.parametrize(("name", "ns_steps"), [("quintic", 4), ("polar_express", 3), ("polar_express", 4)])
+def test_the_first_steps_are_never_worse_than_the_last_ones(name, ns_steps):
+    """In the sense in which the schedules are made: the smallest singular value ends largest."""
+    s = torch.logspace(-3, math.log10(1.01), 10_001, dtype=torch.float64)
+    first, last = evaluate(schedule(name, ns_steps), s), evaluate(PRESETS[name][-ns_steps:], s)
+    assert first.min() > last.min() and (first.min() - 1).abs() < (last.min() - 1).abs()
+
+
+def test_sources_are_reproduced():
+    """Polar Express' first step on its own scale, and the converging tail's three conditions at 1."""
+    a, b, c = PRESETS["polar_express"][0]
+    assert (a * 1.02, b * 1.02**3, c * 1.02**5) == pytest.approx(
+        (8.156554524902461, -22.48329292557795, 15.878769915207462)
+    )
+    a, b, c = CONVERGING_TAIL
+    assert (a + b + c, a + 3 * b + 5 * c, 6 * b + 20 * c) == (1, 0, 0)
+
+
 triples = st.tuples(st.floats(0.5, 9), st.floats(-25, 5), st.floats(-3, 18))
 
 
@@ -75,6 +103,7 @@ def test_whatever_is_accepted_keeps_the_sign_and_stays_under_two(steps):
         ((1.5, -2.0, 0.0), 5, r"turn updates around.*\[-0.5456, 0.5\]"),  # negative beyond sqrt(0.75)
         ((3.0, 0.0, 0.0), 5, "blow updates up"),
         ((0.0, 0.0, 0.0), 5, "turn updates around"),
+        ((1.0, -4.0, 4.0), 1, r"turn updates around.*\[0, "),  # s (1 - 2 s²)²: nothing is left of sqrt(0.5)
     ],
 )
 def test_bad_coefficients_are_named(coefficients, ns_steps, message):

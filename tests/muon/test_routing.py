@@ -58,7 +58,8 @@ def test_convolutions_and_a_resnet_head():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
+            self.stem = nn.Conv2d(3, 8, 3)
+            self.conv = nn.Conv2d(8, 8, 3)
             self.conv1d = nn.Conv1d(8, 8, 3)
             self.bn = nn.BatchNorm2d(8)
             self.fc = nn.Linear(8, 10)
@@ -88,14 +89,17 @@ def test_names_that_mislead():
     assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
         "embedding.weight",
         "decoder.weight",
+        "value.weight",
         "w1_bias",
     }
 
 
 def test_a_wrapped_head_is_a_head():
-    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"fc": nn.Linear(8, 10), "body": nn.Linear(8, 8)})})
-    found = algorithms(param_groups(wrapped))
-    assert found["module.fc.weight"] == "adamw" and found["module.body.weight"] == "muon"
+    model = nn.ModuleDict({"fc": nn.Linear(8, 10), "body": nn.Linear(8, 8), "norm": nn.LayerNorm(8)})
+    for wrapped in (nn.ModuleDict({"module": model}), nn.ModuleDict({"net": nn.ModuleDict({"_orig_mod": model})})):
+        found = algorithms(param_groups(wrapped))
+        assert [algorithm for name, algorithm in found.items() if "fc.weight" in name] == ["adamw"]
+        assert [algorithm for name, algorithm in found.items() if "body.weight" in name] == ["muon"]
 
 
 def test_frozen_parameters_are_left_out():
@@ -132,6 +136,35 @@ def test_bad_overrides(overrides, message):
         param_groups(GPT(tied=False), overrides=overrides)
 
 
+def test_a_later_pattern_overrules_option_by_option():
+    overrides = {"blocks.*": {"lr": 0.1, "momentum": 0.8}, "blocks.0.*": {"lr": 0.2}, "blocks.0.qkv.*": "adamw"}
+    groups = param_groups(GPT(tied=False), overrides=overrides)
+    options = {name: {**group, "params": None} for group in groups for name, _ in group["params"]}
+    assert (options["blocks.1.experts"]["lr"], options["blocks.0.experts"]["lr"]) == (0.1, 0.2)
+    assert options["blocks.0.experts"]["momentum"] == 0.8
+    assert (options["blocks.0.qkv.weight"]["algorithm"], options["blocks.0.qkv.weight"]["lr"]) == ("adamw", 0.2)
+
+
+def test_a_shared_parameter_answers_to_all_of_its_names_and_comes_once():
+    groups = param_groups(GPT(tied=True), overrides={"lm_head.weight": {"lr": 0.5}})
+    (group,) = (group for group in groups if group.get("lr") == 0.5)
+    assert [name for name, _ in group["params"]] == ["wte.weight"]
+
+
+def test_hidden_layers_that_share_a_weight_are_one_matrix():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    model[1].weight = model[0].weight
+    assert list(algorithms(param_groups(model))) == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
+
+
+def test_a_convolution_stays_one_under_an_override():
+    """A Conv1d sent to Muon by hand used to be taken for a batch of experts."""
+    model = nn.Sequential(nn.Conv1d(2, 8, 3), nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8))
+    (muon, adamw) = param_groups(model, overrides={"0.weight": "muon", "1.weight": "adamw"})
+    assert [name for name, _ in muon["params"]] == ["0.weight"] and muon["matrix"] == "flatten"
+    assert "matrix" not in adamw
+
+
 def test_use_muon_in_an_override():
     groups = param_groups(GPT(tied=False), overrides={"blocks.0.qkv.weight": {"use_muon": False}})
     assert algorithms(groups)["blocks.0.qkv.weight"] == "adamw"
@@ -142,9 +175,10 @@ def test_misspelt_options():
         param_groups(GPT(tied=False), muon={"Lr": 1.0})
 
 
-def test_the_table_names_every_parameter_once_with_shape_algorithm_and_why():
+def test_the_table_names_every_parameter_once_with_shape_group_and_why():
     model = GPT(tied=True)
-    table = str(param_groups(model)).splitlines()
+    groups = param_groups(model, overrides={"blocks.1.experts": {"lr": 0.5}})
+    table = str(groups).splitlines()
     body = {line.split()[0]: line for line in table[2:-1]}
     assert list(body) == [name for name, _ in model.named_parameters()]
     for name, why in [
@@ -156,9 +190,12 @@ def test_the_table_names_every_parameter_once_with_shape_algorithm_and_why():
         ("blocks.0.scale", "scalar"),
         ("unnamed_projection.weight", "output head"),
         ("blocks.0.experts", "experts"),
-        ("blocks.0.qkv.weight", "hidden matrix"),
+        ("blocks.0.qkv.weight", "hidden matrix, fused"),
     ]:
         assert body[name].endswith(why)
     assert "24 × 8" in body["blocks.0.qkv.weight"]
+    assert all(
+        f" {i} {group['algorithm']} " in body[name] for i, group in enumerate(groups) for name, _ in group["params"]
+    )
     muon = sum(p.numel() for name, p in model.named_parameters() if " muon " in body[name])
     assert table[-1].startswith(f"{muon:,} elements to Muon")
