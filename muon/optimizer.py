@@ -87,8 +87,8 @@ class Muon(Optimizer):
         bf16_remainder: keep 16 more bits of each bfloat16 parameter (state ``remainder``, int16, shaped like it), which
             make it an exact float32 of which the parameter is the nearest bfloat16: small updates add up instead of
             being rounded away. Combined with ``momentum_dtype=torch.float32`` training is what it would be with
-            float32 parameters whose forward and backward use bfloat16 copies, in 12 instead of 14 bytes an element;
-            in AdamW groups the moments are float32 then.
+            float32 parameters whose forward and backward use bfloat16 copies, in two bytes an element less; in
+            AdamW groups the moments are float32 then.
         workspace: bytes that the step of a Muon group may hold beside parameters, gradients and state: matrices that
             need more go through it one part after the other, with the same result. At least one matrix always goes.
             ``None``: 2 GiB.
