@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
-from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, opposed, pack, row_blocks, rows_of
+from muon.adamw import adamw_step, number, step_device
+from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks, rows_of
 from muon.metrics import adamw_metrics, muon_metrics, read
 from muon.newton_schulz import (
     DEFAULT_WORKSPACE,
@@ -23,7 +23,7 @@ from muon.newton_schulz import (
     uses_triton,
 )
 from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
-from muon.rounding import join, split_off
+from muon.rounding import remainder_of
 
 if TYPE_CHECKING:
     from muon.plan import Plan
@@ -89,8 +89,8 @@ class Muon(Optimizer):
         bf16_remainder: keep 16 more bits of each bfloat16 parameter (state ``remainder``, int16, shaped like it), which
             make it an exact float32 of which the parameter is the nearest bfloat16: small updates add up instead of
             being rounded away. Combined with ``momentum_dtype=torch.float32`` training is what it would be with
-            float32 parameters whose forward and backward use bfloat16 copies, in 12 instead of 14 bytes an element;
-            in AdamW groups the moments are float32 then.
+            float32 parameters whose forward and backward use bfloat16 copies, in two bytes an element less; in
+            AdamW groups the moments are float32 then.
         workspace: bytes that the step of a Muon group may hold beside parameters, gradients and state: matrices that
             need more go through it one part after the other, with the same result. At least one matrix always goes.
             ``None``: 2 GiB.
@@ -234,7 +234,8 @@ class Muon(Optimizer):
         for (p, group), saved_id in zip(params, saved_ids, strict=True):
             for name, saved in loaded["state"].get(saved_id, {}).items():
                 if name == "step":  # a number in old checkpoints
-                    self.state[p][name] = torch.tensor(float(saved), dtype=torch.float32, device=_step_device(p, group))
+                    step = torch.tensor(float(saved), dtype=torch.float32, device=step_device(p, group))
+                    self.state[p][name] = step
                 elif isinstance(saved, Tensor) and self.state[p][name].dtype != saved.dtype:
                     self.state[p][name] = saved.to(p.device, copy=True)
 
@@ -259,7 +260,7 @@ class Muon(Optimizer):
             if group["algorithm"] == "muon":
                 self._muon_step(index, group, params)
             else:
-                self._adamw_step(group, params)
+                adamw_step(group, params, [self.state[p] for p in params])
         return loss
 
     @torch.no_grad()
@@ -305,7 +306,7 @@ class Muon(Optimizer):
             if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError("Muon does not support sparse gradients")
         tensors = [self._tensors(p, group) for p in params]
-        scalars = {"lr": _number(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+        scalars = {"lr": number(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
         for device, part in _by_device(tensors, group["foreach"] is not False and _is_row_major(group)).items():
             if device is None:
                 muon(part, **scalars, **_options(group))
@@ -327,15 +328,7 @@ class Muon(Optimizer):
             dtype = torch.promote_types(p.dtype, torch.float32)
             state["neuron_second_moment"] = torch.zeros_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
         second_moment = None if group["neuron_norm"] is None else state["neuron_second_moment"]
-        return Tensors(p, grad, state["momentum_buffer"], second_moment, self._remainder(p, group))
-
-    def _remainder(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
-        if not group["bf16_remainder"] or p.dtype != torch.bfloat16:
-            return None
-        if "remainder" not in self.state[p]:
-            self.state[p]["remainder"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
-        remainder: Tensor = self.state[p]["remainder"]
-        return remainder
+        return Tensors(p, grad, state["momentum_buffer"], second_moment, remainder_of(p, state, group))
 
     def _plan(self, index: int, group: dict[str, Any], device: torch.device, tensors: list[Tensors]) -> "Plan":
         """One of the group's latest plans if one fits today's gradients and options, or else a new one."""
@@ -369,60 +362,6 @@ class Muon(Optimizer):
         plans = (plan for (_, other), plans in self._plans.items() if other == device for plan in plans.values())
         return next((plan.graph.pool() for plan in plans if plan.graph is not None), None)
 
-    def _adamw_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        exact: list[Tensor] = []
-        grads: list[Tensor] = []
-        for p in params:
-            grad = p.grad
-            assert grad is not None
-            if grad.is_sparse:
-                raise RuntimeError("AdamW does not support sparse gradients")
-            remainder = self._remainder(p, group)
-            exact.append(p if remainder is None else join(p, remainder))
-            grads.append(grad if remainder is None else grad.to(torch.float32))
-            state = self.state[p]
-            if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p, group))
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(exact[-1], memory_format=torch.preserve_format)
-                state[name] = state[name].to(exact[-1].dtype)
-        decay = group["weight_decay"]
-        if group["weight_decay_mode"] == "cautious":
-            self._decay_cautiously(group, exact, grads, [self.state[p]["exp_avg"] for p in params])
-            decay = 0.0
-        adamw(
-            exact,
-            grads,
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
-            [],
-            [self.state[p]["step"] for p in params],
-            foreach=group["foreach"],
-            fused=group["foreach"] is None and all(map(_is_fusible, params)),
-            capturable=group["capturable"],
-            has_complex=any(map(torch.is_complex, params)),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=decay,
-            eps=group["adamw_eps"],
-            maximize=group["maximize"],
-        )
-        for p, value in zip(params, exact, strict=True):
-            if value is not p:
-                split_off(value, p, self.state[p]["remainder"])
-
-    def _decay_cautiously(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor]
-    ) -> None:
-        """AdamW's update has the sign of its first moment, which this looks ahead to."""
-        decay = 1 - _number(group["lr"]) * group["weight_decay"]
-        for p, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
-            update = exp_avg.lerp(-grad if group["maximize"] else grad, 1 - group["betas"][0])
-            p.copy_(torch.where(opposed(update, p), p, p * decay))
-
 
 def _is_row_major(group: dict[str, Any]) -> bool:
     """Whether kernels can have the group: blocks of columns, and neurons that are columns, aren't theirs."""
@@ -444,22 +383,6 @@ def _by_device(tensors: Iterable[Tensors], planned: bool) -> dict[torch.device |
             device = whole.param.device if suits(whole) else None
         found.setdefault(device, []).append(whole)
     return found
-
-
-def _number(lr: float | Tensor) -> float | Tensor:
-    """A learning rate as a number, or as it is where reading it would wait for a GPU."""
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        return lr.detach().reshape(())
-    return float(lr)
-
-
-def _is_fusible(p: Tensor) -> bool:
-    return p.device.type in ("cpu", "cuda") and p.is_floating_point()
-
-
-def _step_device(p: Tensor, group: dict[str, Any]) -> torch.device:
-    on_device = group["capturable"] or (group["foreach"] is None and _is_fusible(p))
-    return p.device if on_device else torch.device("cpu")
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -169,10 +169,11 @@ class Plan:
 
     def _replay(self, pool: Any) -> None:
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.Stream(self.device)  # torch's default would be on the device that recorded first
-            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._run(bool(self.aligned))
+            self.graph = graph
         self.graph.replay()
 
     def _run(self, aligned: bool) -> None:
@@ -213,8 +214,14 @@ def suits(tensors: Tensors) -> bool:
 
     A subclass, such as a DTensor, may have its elements elsewhere.
     """
-    there = [tensor for tensor in tensors if tensor is not None]
-    return all(
-        type(tensor) in (Tensor, Parameter) and tensor.is_contiguous() and tensor.device == tensors.param.device
-        for tensor in there
-    ) and all(tensor.dtype in stages.DTYPES for tensor in tensors[:3])
+    device = tensors.param.device
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in (Tensor, Parameter) or not tensor.is_contiguous() or tensor.device != device:
+            return False
+    return (
+        tensors.param.dtype in stages.DTYPES
+        and tensors.grad.dtype in stages.DTYPES
+        and tensors.momentum.dtype in stages.DTYPES
+    )

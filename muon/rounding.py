@@ -7,12 +7,24 @@ would need one value more than 16 bits have.) Nothing is lost from step to step,
 A parameter that someone else has changed meanwhile stays what it is to within half a bfloat16 unit in the last place.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 HALF = 0x8000  # half a unit in the last place of a bfloat16, in units of a float32
 UPPER = -0x10000  # the bits that are a bfloat16's
 NAN = 0x7FC00000
+
+
+def remainder_of(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor | None:
+    """A bfloat16 parameter's remainder, if its group keeps one; made where it is missing."""
+    if not group["bf16_remainder"] or p.dtype != torch.bfloat16:
+        return None
+    if "remainder" not in state:
+        state["remainder"] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+    remainder: Tensor = state["remainder"]
+    return remainder
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
