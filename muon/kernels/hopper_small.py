@@ -23,9 +23,9 @@ from muon.kernels.hopper import _barrier, _load, _store, _write, is_hopper
 
 # Triton 3.6 keeps the method private.
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-# Tiles of X that a program has room for: few numbers, so that few kernels are compiled. Two programs with 6 share a
-# multiprocessor, 13 fill its 227 KB.
-ROOM = (1, 2, 4, 6, 9, 13)
+# Tiles of X that a program has room for, in pairs; few numbers, so that few kernels are compiled. Two programs with 6
+# share a multiprocessor, 12 almost fill its 227 KB.
+ROOM = (2, 4, 6, 8, 12)
 
 SIDE = gl.constexpr(64)  # rows of X, padded
 BLOCK_M = gl.constexpr(128)  # columns of a tile of X
@@ -44,21 +44,33 @@ def _multiply(x, y_tile, acc):
 def _normalize(g, x, eps, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     """X = G over its Frobenius norm; both lie in the same memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
-    largest = gl.zeros((ROWS, COLS), gl.float32, layout)
+    scale = 1.0
+    square = _sum_of_squares(g, scale, layout, TILES, ROWS, COLS)
+    if not (square > 1e-20 and square < 1e30 and eps <= 1.0):
+        # Squares may have vanished or overflowed, and only here can eps matter: the largest magnitude divided out.
+        largest = gl.zeros((ROWS, COLS), gl.float32, layout)
+        for t in range(TILES):
+            largest = gl.maximum(largest, gl.abs(g.index(t).load(layout).to(gl.float32)))
+        whole = gl.max(gl.max(largest, 1), 0)
+        whole = gl.where(whole == 0.0, 1.0, whole)
+        scale = gl.exp2(-gl.floor(gl.log2(whole)))  # a power of two rounds nothing
+        least = eps * whole * scale
+        square = _sum_of_squares(g, scale, layout, TILES, ROWS, COLS)
+        square = gl.where(square < least * least, least * least, square)
+    rest = 1.0 / gl.sqrt(square)
     for t in range(TILES):
-        largest = gl.maximum(largest, gl.abs(g.index(t).load(layout).to(gl.float32)))
-    whole = gl.max(gl.max(largest, 1), 0)
-    whole = gl.where(whole == 0.0, 1.0, whole)
-    squares = gl.zeros((ROWS, COLS), gl.float32, layout)
-    for t in range(TILES):
-        scaled = g.index(t).load(layout).to(gl.float32) / whole
-        squares += scaled * scaled
-    rest = gl.sqrt(gl.sum(gl.sum(squares, 1), 0))
-    rest = gl.where(rest < eps, eps, rest)
-    for t in range(TILES):
-        x.index(t).store((g.index(t).load(layout).to(gl.float32) / whole / rest).to(gl.float16))
+        x.index(t).store((g.index(t).load(layout).to(gl.float32) * scale * rest).to(gl.float16))
     fence_async_shared()
     _barrier()
+
+
+@gluon.jit
+def _sum_of_squares(g, scale, layout: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    squares = gl.zeros((ROWS, COLS), gl.float32, layout)
+    for t in range(TILES):
+        scaled = g.index(t).load(layout).to(gl.float32) * scale
+        squares += scaled * scaled
+    return gl.sum(gl.sum(squares, 1), 0)
 
 
 @gluon.jit
@@ -76,12 +88,23 @@ def _gram(x, IS_TALL: gl.constexpr, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _update(x_tile, q_tile, shift, IS_TALL: gl.constexpr):
-    """(Q + shift I) of a tile of X, or of Xᵀ, in float32."""
+def _start_update(x_tile, q_tile, shift, IS_TALL: gl.constexpr):
+    """(Q + shift I) of a tile of X, or of Xᵀ, in float32, on its way."""
     if IS_TALL:
-        return warpgroup_mma(x_tile, q_tile, shift * x_tile.load(SQUARE).to(gl.float32))
+        return warpgroup_mma(x_tile, q_tile, shift * x_tile.load(SQUARE).to(gl.float32), is_async=True)
     else:
-        return warpgroup_mma(q_tile, x_tile, shift * x_tile.load(WIDE).to(gl.float32))
+        return warpgroup_mma(q_tile, x_tile, shift * x_tile.load(WIDE).to(gl.float32), is_async=True)
+
+
+@gluon.jit
+def _update_two(x, y, q_tile, shift, t, IS_TALL: gl.constexpr):
+    """Y = (Q + shift I) X of tiles t and t + 1, whose latencies overlap; Y may lie where X does."""
+    first = _start_update(x.index(t), q_tile, shift, IS_TALL)
+    second = _start_update(x.index(t + 1), q_tile, shift, IS_TALL)
+    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    _barrier()  # nobody reads X any more
+    y.index(t).store(first.to(y.dtype))
+    y.index(t + 1).store(second.to(y.dtype))
 
 
 @gluon.jit
@@ -122,8 +145,10 @@ def small_kernel(
         if (RESTARTS >> i) & 1:
             if i > 0:
                 _write(z_tile, q)
-                for t in range(TILES):
-                    _write(x.index(t), _update(x.index(t), z_tile, shift, IS_TALL).to(gl.float16))
+                for t in range(0, TILES, 2):
+                    _update_two(x, x, z_tile, shift, t, IS_TALL)
+                fence_async_shared()
+                _barrier()
             r = _gram(x, IS_TALL, TILES)
         _write(r_tile, r)
         r32 = r.to(gl.float32)
@@ -143,9 +168,13 @@ def small_kernel(
             r = _multiply(z, r_tile, a * rz.to(gl.float32))
 
     _write(z_tile, q)
-    for t in range(TILES):
-        _write(g.index(t), _update(x.index(t), z_tile, shift, IS_TALL).to(g_desc.dtype))
-        _store(out_desc, [batch, t * BLOCK_M, 0] if IS_TALL else [batch, 0, t * BLOCK_M], tiles.index(t))
+    for t in range(0, TILES, 2):
+        _update_two(x, g, z_tile, shift, t, IS_TALL)
+        fence_async_shared()
+        _barrier()
+        for u in gl.static_range(2):
+            start = (t + u) * BLOCK_M
+            _store(out_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], tiles.index(t + u))
     tma.store_wait(0)
 
 

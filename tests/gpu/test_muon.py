@@ -68,14 +68,31 @@ def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
 
 @pytest.mark.parametrize("preset", ["keller_jordan", "quintic", "polar_express", "converged"])
 @pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 stays in shared memory on Hopper
 @pytest.mark.parametrize("size", [(64, 768), (768, 64), (128, 128), (100, 33), (16, 16)], ids=str)
-def test_small_matrices_are_no_worse_than_torch_in_bfloat16(size, kind, preset):
-    G = spectrum(kind, 64, *size, torch.Generator("cuda").manual_seed(0), "cuda").float()
+@pytest.mark.usefixtures("uninitialized_memory_is_nan")
+def test_small_matrices_are_no_worse_than_torch_in_bfloat16(size, dtype, kind, preset):
+    G = spectrum(kind, 64, *size, torch.Generator("cuda").manual_seed(0), "cuda").to(dtype)
     expected = truth(G, preset)
-    plain = error(plain_newton_schulz(G, schedule(preset, 5), torch.bfloat16), expected)
+    plain = error(plain_newton_schulz(G.float(), schedule(preset, 5), torch.bfloat16), expected)
     first = orthogonalize(G, preset)
     assert error(first, expected) <= plain
     assert all(torch.equal(orthogonalize(G, preset), first) for _ in range(5))  # threads read what others wrote
+
+
+@pytest.mark.parametrize("size", [(64, 768), (700, 40)], ids=str)
+def test_small_matrices_of_any_scale(size):
+    """Also where squares vanish or overflow; zeros give zeros and a NaN stays in its matrix."""
+    G = gaussian(8, *size, torch.bfloat16)
+    G[3] = 0
+    expected = orthogonalize(G)
+    assert not expected[3].any()
+    for scale in (2.0**-100, 2.0**-31, 2.0**100):
+        assert torch.equal(orthogonalize(G * scale), expected)
+    G[5, 2, 7] = torch.nan
+    spoilt = orthogonalize(G)
+    assert spoilt[5].isnan().all()
+    assert torch.equal(spoilt[:5], expected[:5]) and torch.equal(spoilt[6:], expected[6:])
 
 
 @pytest.mark.parametrize("kind", SPECTRA)
@@ -307,10 +324,11 @@ def test_variants_are_as_good_as_plain_torch(options, monkeypatch):
         assert error(p, best) <= 2 * error(q, best) + FLOOR
 
 
-def test_bfloat16_with_a_remainder_is_float32_to_the_bit():
-    """Both get the same bfloat16 gradients."""
+def test_bfloat16_with_a_remainder_is_float32():
+    """Both get the same bfloat16 gradients, whose norms are summed in another order where they come as float32."""
     ours = [gaussian(1, *shape, torch.bfloat16, seed=i)[0].requires_grad_() for i, shape in enumerate(SHAPES)]
     theirs = [p.detach().float().requires_grad_() for p in ours]
+    start = [p.detach().clone() for p in theirs]
     a = Muon(ours, lr=1e-3, momentum_dtype=torch.float32, bf16_remainder=True)
     b = Muon(theirs, lr=1e-3)
     for step in range(10):
@@ -319,8 +337,10 @@ def test_bfloat16_with_a_remainder_is_float32_to_the_bit():
             q.grad = p.grad.float()
         a.step()
         b.step()
-    for p, q in zip(ours, theirs, strict=True):
-        assert torch.equal(join(p.detach(), a.state[p]["remainder"]), q)
+    for p, q, s in zip(ours, theirs, start, strict=True):
+        exact = join(p.detach(), a.state[p]["remainder"])
+        assert torch.equal(exact.bfloat16(), p)
+        assert error(exact - s, (q.detach() - s).double()) < 2**-9  # bfloat16 alone would lose most of it
 
 
 @pytest.mark.parametrize("shape", [(768, 3072), (768, 768)], ids=str)
@@ -338,11 +358,13 @@ def test_workspace_bounds_what_a_step_holds_and_changes_nothing(shape):
         before = torch.cuda.memory_allocated()
         optimizer._plans.clear()
         optimizer.step()
-        return [p.detach() for p in params], torch.cuda.max_memory_allocated() - before
+        start = (gaussian(1, *shape, seed=i)[0] for i in range(32))
+        return [p.detach() - s for p, s in zip(params, start, strict=True)], torch.cuda.max_memory_allocated() - before
 
     (bounded, low), (free, high) = run(workspace), run(None)
     assert workspace / 4 < low <= workspace + 2**20 < high
-    assert all(torch.equal(p, q) for p, q in zip(bounded, free, strict=True))
+    for p, q in zip(bounded, free, strict=True):  # batches of another size may take another kernel
+        assert error(p, q.double()) < 2**-8
 
 
 def test_more_matrices_than_a_grid_dimension_has_programs():

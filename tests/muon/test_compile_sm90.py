@@ -7,7 +7,7 @@ SCRIPT = """
 import torch
 import triton.language as tl
 from helpers.sm90 import compile_kernel
-from muon.kernels import hopper, products, small, stages
+from muon.kernels import hopper, hopper_small, products, small, stages
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 
@@ -61,6 +61,15 @@ for dtype in ("fp16", "bf16"):
         what = f"hopper {dtype} {constants}:"
         check(what, hopper.product_kernel, signature, constants, [], expected, num_warps=4)
 
+for dtype, normalize in (("bf16", True), ("fp16", False)):
+    for tall in (False, True):
+        tile = shared(dtype, *((128, 64) if tall else (64, 128)))
+        signature = {"g_desc": tile, "out_desc": tile, "coefficients": ("fp32",) * 15, "eps": "fp32"}
+        constants = {"IS_TALL": tall, "NORMALIZE": normalize, "STEPS": 5, "RESTARTS": 0b10101, "TILES": 6}
+        what = f"hopper small {dtype} tall={tall}:"
+        expected = ["cp.async.bulk.tensor", "wgmma.mma_async"]
+        check(what, hopper_small.small_kernel, signature, constants, [], expected, num_warps=4)
+
 for block_n, num_warps in small.NUM_WARPS.items():
     for tall in (False, True):
         tile = desc("bf16", small.BLOCK_M, block_n) if tall else desc("bf16", block_n, small.BLOCK_M)
@@ -104,5 +113,5 @@ check("neuron norm:", stages.neuron_norm_kernel, neuron, {"BLOCK": 1024}, ["n", 
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 54
+    assert len(lines) == 58
     assert [line for line in lines if not line.endswith(" ok")] == []
