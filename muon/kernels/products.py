@@ -144,11 +144,13 @@ def _update_config(dtype: torch.dtype, n: int) -> Config:
     return WIDE if n > 2048 else GENERAL
 
 
-def symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor]) -> Tensor:
+def symmetric_product(
+    A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, Tensor], config: Config | None = None
+) -> Tensor:
     """alpha A Bᵀ + the terms, known to be symmetric; A, B (batch, n, k), the result (batch, n, n)."""
     batch, n, k = A.shape
     out = A.new_empty(batch, n, n)
-    block, _, block_k, num_warps, num_stages = _symmetric_config(A.dtype)
+    block, _, block_k, num_warps, num_stages = config or _symmetric_config(A.dtype)
     side = triton.cdiv(n, block)
     (beta, C), (gamma, D) = (*terms, (0.0, out), (0.0, out))[:2]
     with torch.cuda.device_of(A):
@@ -161,11 +163,11 @@ def symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, T
     return out
 
 
-def update(B: Tensor, X: Tensor, a: float) -> Tensor:
+def update(B: Tensor, X: Tensor, a: float, config: Config | None = None) -> Tensor:
     """a X + B X; B (batch, n, n), X (batch, n, m)."""
     batch, n, m = X.shape
     out = torch.empty_like(X)
-    block_n, block_m, block_k, num_warps, num_stages = _update_config(X.dtype, n)
+    block_n, block_m, block_k, num_warps, num_stages = config or _update_config(X.dtype, n)
     with torch.cuda.device_of(X):
         update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * batch,)](
             _tiles(B, block_n, block_k), _tiles(X, block_k, block_m),
