@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from attention import flash_attention
-from attention.reference import dense
+from attention import flash_attention, flash_attention_varlen
+from attention.packed import forward_packed
+from attention.philox import draw_seed
+from attention.reference import Options, dense
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
 LAYOUTS = ("contiguous", "heads_first", "packed", "width_strided")
 
 
@@ -30,13 +31,16 @@ def grad(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str = 
     return tensor(shape, layout, dtype, device)
 
 
-def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
-    """out, lse and the three gradients of attend(q, k, v) = (out, lse). An lse of -inf gets no gradient."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out, lse = attend(q, k, v)
+def with_gradients(attend, inputs: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
+    """What attend(**inputs) = (out, lse, max_logits) gives, and the gradients of the inputs. An lse of -inf gets none."""
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    out, lse, max_logits = attend(**inputs)
     grad_lse = grad_lse.to(lse.dtype).masked_fill(lse == -torch.inf, 0)
-    grads = torch.autograd.grad((out, lse), (q, k, v), (grad_out.to(out.dtype), grad_lse))
-    return dict(zip(NAMES, (out, lse, *grads), strict=True))
+    grads = torch.autograd.grad(
+        (out, lse), list(inputs.values()), (grad_out.to(out.dtype), grad_lse), allow_unused=True, materialize_grads=True
+    )
+    results = {"out": out, "lse": lse, "max_logits": max_logits}
+    return results | {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}
 
 
 def assert_right(result: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
@@ -54,22 +58,54 @@ def assert_right(result: dict[str, Tensor], plain: dict[str, Tensor], truth: dic
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, causal: bool, backend: str, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    *,
+    backend: str,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    **options,
 ) -> dict[str, Tensor]:
-    """Checks flash_attention's outputs and gradients on these inputs, and returns them."""
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    window_right = 0 if causal else None
-    grad_lse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    """Checks the outputs and gradients of flash_attention, or of flash_attention_varlen given cu_seqlens of queries and
+    keys, and returns them."""
+    grad_lse = torch.randn(*q.shape[:-3], q.shape[-2], q.shape[-3], device=q.device)
+    lengths: tuple = ()
+    if cu_seqlens is not None:
+        lengths = (*cu_seqlens, *(int(cu.diff().max()) if len(cu) > 1 else 0 for cu in cu_seqlens))
+    attention = flash_attention if cu_seqlens is None else flash_attention_varlen
+    torch.manual_seed(7)
+    seed = draw_seed(q.device) if options.get("dropout_p") else None
+    left, right = (None if side == -1 else side for side in window or (-1, -1))
+    slopes = alibi_slopes
+    if slopes is not None:
+        slopes = slopes.expand(q.shape[0] if cu_seqlens is None else len(cu_seqlens[0]) - 1, q.shape[-2])
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return flash_attention(q, k, v, causal=causal, scale=scale, return_lse=True, backend=backend)
+    def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        asked = {"causal": causal, "scale": scale, "window": window, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        return attention(
+            q, k, v, *lengths, **asked, **options, return_lse=True, return_max_logits=True, backend=backend
+        )
 
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return dense(q, k, v, factor, window_right)
+    def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
+        same = Options(
+            q.shape[-1] ** -0.5 if scale is None else scale, left, 0 if causal else right, seed=seed, sinks=sinks,
+            slopes=slopes, **options,
+        )  # fmt: skip
+        if cu_seqlens is None:
+            return dense(q, k, v, same)
+        return forward_packed(dense, q, k, v, same._replace(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1]))
 
-    result = with_gradients(ours, q, k, v, grad_out, grad_lse)
+    inputs = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    result = with_gradients(ours, inputs, grad_out, grad_lse)
     assert result["out"].dtype == q.dtype and result["lse"].dtype == torch.float32
-    plain = with_gradients(reference, q, k, v, grad_out, grad_lse)
-    truth = with_gradients(reference, q.double(), k.double(), v.double(), grad_out.double(), grad_lse.double())
+    plain = with_gradients(reference, inputs, grad_out, grad_lse)
+    truth = with_gradients(reference, {name: x.double() for name, x in inputs.items()}, grad_out, grad_lse)
     assert_right(result, plain, truth)
     return result
