@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attention import flash_attention, flash_attention_varlen
+from attention.ops import attend
 from attention.packed import forward_packed
 from attention.philox import draw_seed
 from attention.reference import Options, dense
@@ -70,10 +71,11 @@ def check(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """Checks the outputs and gradients of flash_attention, or of flash_attention_varlen given cu_seqlens of queries and
-    keys, and returns them."""
+    keys, and returns them. A mask, which only scaled_dot_product_attention has, goes to the operator."""
     grad_lse = torch.randn(*q.shape[:-3], q.shape[-2], q.shape[-3], device=q.device)
     lengths: tuple = ()
     if cu_seqlens is not None:
@@ -86,23 +88,34 @@ def check(
     if slopes is not None:
         slopes = slopes.expand(q.shape[0] if cu_seqlens is None else len(cu_seqlens[0]) - 1, q.shape[-2])
 
-    def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
+    def all_options(sinks: Tensor | None, mask: Tensor | None) -> Options:
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        right_or_causal = 0 if causal else right
+        return Options(factor, left, right_or_causal, sinks=sinks, slopes=slopes, mask=mask, seed=seed, **options)
+
+    def ours(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = sinks, mask: Tensor | None = mask
+    ) -> tuple[Tensor, ...]:
+        if mask is not None:
+            return attend(q, k, v, all_options(sinks, mask), with_max_logits=True, backend=backend)
         torch.manual_seed(7)
         asked = {"causal": causal, "scale": scale, "window": window, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        return attention(
-            q, k, v, *lengths, **asked, **options, return_lse=True, return_max_logits=True, backend=backend
-        )
+        asked |= {"return_lse": True, "return_max_logits": True, "backend": backend}
+        return attention(q, k, v, *lengths, **asked, **options)
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
-        same = Options(
-            q.shape[-1] ** -0.5 if scale is None else scale, left, 0 if causal else right, seed=seed, sinks=sinks,
-            slopes=slopes, **options,
-        )  # fmt: skip
+    def reference(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = sinks, mask: Tensor | None = mask
+    ) -> tuple[Tensor, ...]:
+        same = all_options(sinks, mask)
         if cu_seqlens is None:
             return dense(q, k, v, same)
         return forward_packed(dense, q, k, v, same._replace(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1]))
 
-    inputs = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    inputs = {"q": q, "k": k, "v": v}
+    for name, x in (("sinks", sinks), ("mask", mask)):
+        # In 16 bits each gradient is a sum of roundings; how exact plain torch is in a few such sums is luck.
+        if x is not None and x.is_floating_point() and (q.dtype == torch.float32 or x.numel() >= 32):
+            inputs[name] = x
     result = with_gradients(ours, inputs, grad_out, grad_lse)
     assert result["out"].dtype == q.dtype and result["lse"].dtype == torch.float32
     plain = with_gradients(reference, inputs, grad_out, grad_lse)

@@ -20,7 +20,6 @@ VARLEN = {"cu_q_ptr", "cu_k_ptr"}
 DROPOUT = {"seed_ptr", "drop_below", "keep_scale"}
 # What is on, whether a window's right and left are.
 OPTION_CASES = [
-    ({"max_logits_ptr", "sinks_ptr"}, True, True),
     (VARLEN, True, False),
     (VARLEN | {"softcap", "sinks_ptr"}, True, True),
     (DROPOUT | {"slopes_ptr"}, True, False),
@@ -64,7 +63,8 @@ PLAIN = """
 # Triton 3.9 some more.
 ALLOWED = {
     ("bf16", 128, backward._grad_kv_kernel): 64, ("bf16", 256, backward._grad_q_kernel): 512,
-    ("bf16", 256, backward._grad_kv_kernel): 1024, ("fp32", 64, forward._forward_kernel): 64,
+    ("bf16", 192, backward._grad_kv_kernel): 64, ("bf16", 256, backward._grad_kv_kernel): 1024,
+    ("fp32", 64, forward._forward_kernel): 64,
 }
 # In fp32 the widths people use: the table's wider ones spill a little, being there to be right, not fast.
 cases = [("bf16", width, width, tiles, (True, False)) for width, tiles in HOPPER_16BIT.items()]
@@ -83,12 +83,11 @@ for dtype, width, width_v, tiles, masks in cases:
 
 # A kilobyte goes into the loop for NaN and inf; more would say that something is badly compiled.
 OPTIONS = """
-for width in (64, 128):
-    for on, right, left in OPTION_CASES:
-        for kernel, tile in zip(KERNELS, HOPPER_16BIT[width], strict=True):
-            report = compile_tile(kernel, tile, "bf16", width, width, right, left, on)
-            faults = [f"spills {report.spilled_bytes} bytes"] if report.spilled_bytes > 1024 else []
-            print(f"{kernel.__name__} {width} {sorted(on)}:", faults or "ok")
+for on, right, left in OPTION_CASES:
+    for kernel, tile in zip(KERNELS, HOPPER_16BIT[128], strict=True):
+        report = compile_tile(kernel, tile, "bf16", 128, 128, right, left, on)
+        faults = [f"spills {report.spilled_bytes} bytes"] if report.spilled_bytes > 1024 else []
+        print(f"{kernel.__name__} {sorted(on)}:", faults or "ok")
 tile = HOPPER_16BIT[128].backward_q._replace(num_stages=1)
 once = {"ONE_ROW": False, "ONE_COLUMN": False, "EXP2": True}
 report = compile_tile(mask_gradient._grad_mask_kernel, tile, "bf16", 128, 128, False, on={"mask"}, more=once)
@@ -96,7 +95,7 @@ print("mask gradient:", f"spills {report.spilled_bytes} bytes" if report.spilled
 """
 
 
-@pytest.mark.parametrize(("cases", "count"), [(PLAIN, 36), (OPTIONS, 31)])
+@pytest.mark.parametrize(("cases", "count"), [(PLAIN, 36), (OPTIONS, 13)])
 def test_every_configuration_compiles(cases, count):
     pytest.importorskip("triton", reason="needs Triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT + cases)
