@@ -56,8 +56,8 @@ def flash_attention(
         softcap: replace each logit s by softcap · tanh(s / softcap); above 0.
         sinks: (Hq,), a logit for each head that takes its share of the softmax and has no value; differentiable.
         alibi_slopes: (Hq,) or (B, Hq), float32: slope · |i + Sk - Sq - j| is subtracted from the logit. No gradient.
-        dropout_p: drop each weight with this probability in [0, 1) and divide the others by 1 - dropout_p. The seed comes
-            from torch's generator of q's device; which weights go depends on it, the batch, the head, i and j alone.
+        dropout_p: drop each weight with this probability in [0, 1) and divide the others by 1 - dropout_p. The seed
+            comes from torch's generator of q's device; which weights go depends on it, the batch, the head, i and j.
         return_lse: also return log Σ_j exp(logit_j), the sink counted, as float32 (B, Hq, Sq), differentiable.
         return_max_logits: also return each head's largest scale q·k that a query sees over batch and positions, before
             the softcap, as float32 (Hq,), without gradient; -inf where no query sees a key.
@@ -113,8 +113,8 @@ def flash_attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attention` of B sequences packed one behind the other, each attending to itself alone.
 
-    Sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, its keys those of cu_seqlens_k; `causal` and
-    `window` line up at its own bottom right. Sequences may be empty. Rows past the last give 0 and zero gradients.
+    Sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, its keys those of cu_seqlens_k; `causal`
+    and `window` line up at its own bottom right. Sequences may be empty. Rows past the last give 0 and zero gradients.
 
     Args:
         q: (total_q, Hq, D) in float16, bfloat16 or float32, with any strides; D is at most 256.
@@ -128,7 +128,7 @@ def flash_attention_varlen(
             `flash_attention`.
 
     Returns:
-        out (total_q, Hq, Dv), or a tuple of out and what was asked for, in the order lse (Hq, total_q), max_logits (Hq,).
+        out (total_q, Hq, Dv), or a tuple of out and what was asked for: lse (Hq, total_q), max_logits (Hq,).
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attention`.
@@ -325,7 +325,7 @@ def _swap_heads(x: Tensor, name: str) -> Tensor:
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v"), packed: bool = False
 ) -> None:
-    """Raises unless q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv) go together, or without B if `packed`."""
+    """Raises unless q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv) go together; `packed` has no B."""
     name_q, name_k, name_v = names
     rank, layout = (3, "(total, H, D)") if packed else (4, "(B, S, H, D)")
     for name, x in zip(names, (q, k, v), strict=True):

@@ -137,7 +137,8 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
 
 def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
     options = Options(*arguments[7:-2])
-    if any(x is not None for x in options[_TENSOR_OPTIONS]):
+    tensors = (options.sinks, options.slopes, options.mask, options.seed, options.cu_seqlens_q)
+    if any(x is not None for x in tensors):
         return _one_by_one(torch.ops.attention.backward, info, in_dims, arguments)
     *grads, dsinks, dmask = torch.ops.attention.backward(*_fold(info, in_dims, arguments, 7))
     return (*_unfold(info, *grads), dsinks, dmask), (0, 0, 0, None, None)
@@ -157,8 +158,10 @@ def _unfold(info: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in tensors)
 
 
-def _one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """For what the members of a batch don't share (a stream of random numbers, a head's maximum, sums over the batch)."""
+def _one_by_one(
+    operator: Any, info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """For what the members of a batch don't share (random numbers, a head's maximum, sums over the batch)."""
     results = [
         operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
         for i in range(info.batch_size)

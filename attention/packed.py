@@ -1,4 +1,4 @@
-"""Packed sequences in plain torch, one after another: q (total_q, Hq, D), k and v (total_k, Hkv, ...), lse (Hq, total_q).
+"""Packed sequences in plain torch, one after another: q (total_q, Hq, D), k, v (total_k, Hkv, ...), lse (Hq, total_q).
 
 Rows past the last sequence give 0, an lse of -inf and zero gradients.
 """

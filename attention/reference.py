@@ -4,8 +4,8 @@ The tiled pair computes what the Triton kernels compute, tile by tile, and is wh
 Sq × Sk matrix: one tile of scores exists at a time, and the backward recomputes each tile's weights from q, k and the
 row's log-sum-exp. Sources: FlashAttention (arXiv:2205.14135) and FlashAttention-2 (arXiv:2307.08691).
 
-Everywhere q is (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq). Packed sequences
-go through `attention.packed`, which calls these one sequence at a time.
+Everywhere q is (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq). Packed
+sequences go through `attention.packed`, which calls these for one at a time.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def tiled_backward(
 
 
 def sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """-Σ exp(sink - lse) delta over batch and positions, of lse and delta (B, Hq, Sq) or (Hq, total); empty without sinks.
-    A row whose lse is -inf has no sink to speak of."""
+    """-Σ exp(sink - lse) delta over batch and positions, of lse and delta (B, Hq, Sq) or (Hq, total); empty without
+    sinks. A row whose lse is -inf has no sink to speak of."""
     if sinks is None:
         return lse.new_empty(0)
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
@@ -210,7 +210,7 @@ def visible_tiles(seqlen_q: int, seqlen_k: int, options: Options) -> Iterator[tu
 
 
 def _score(s: Tensor, options: Options, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
-    """What the softmax sees of a tile of logits (N, G, rows, keys), and the derivative of the softcap if there is one."""
+    """What the softmax sees of a tile of logits (N, G, rows, keys), and the softcap's derivative if there is one."""
     cap_slope = None
     if options.softcap is not None:
         tanh = torch.tanh(s / options.softcap)

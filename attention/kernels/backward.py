@@ -42,10 +42,10 @@ from .tiles import choose_tiles, padded_widths
 
 @triton.jit
 def _grad_q_tile(
-    dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask, tanh_scale, dropout,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    SAFE: tl.constexpr, EXP2: tl.constexpr, UPCAST: tl.constexpr,
+    dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask,
+    tanh_scale, dropout, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
+    MASKED: tl.constexpr, SAFE: tl.constexpr, EXP2: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the queries' gradient."""
     end_k = first_k + rules[1]
@@ -74,8 +74,8 @@ def _grad_q_tile(
 
 @triton.jit
 def _grad_kv_tile(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, entry, head, heads_q, start_m, start_n, first_q, seqlen_q, rules, slopes_ptr, mask, batch,
-    tanh_scale, dropout,
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, entry, head, heads_q, start_m, start_n, first_q, seqlen_q, rules,
+    slopes_ptr, mask, batch, tanh_scale, dropout,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, RAGGED: tl.constexpr,
     MASKED: tl.constexpr, SAFE: tl.constexpr, EXP2: tl.constexpr, UPCAST: tl.constexpr,
@@ -185,7 +185,9 @@ def _grad_q_kernel(
     if not MASK_ALL:
         for start_n in tl.range(full_begin, full_end, BLOCK_N):
             dq = _grad_q_tile(
-                dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT, False, False, EXP2, UPCAST,
+                dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope,
+                head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
+                False, False, EXP2, UPCAST,
             )  # fmt: skip
     gap = full_end - full_begin
     for next_n in tl.range(begin + gap, end, BLOCK_N):
@@ -193,9 +195,11 @@ def _grad_q_kernel(
         if BOUND_LEFT:
             start_n = tl.where(next_n < full_end, next_n - gap, next_n)
         dq = _grad_q_tile(
-            dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT, True, False, EXP2, UPCAST,
+            dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope,
+            head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
+            True, False, EXP2, UPCAST,
         )  # fmt: skip
-    if BOUND_LEFT or BOUND_RIGHT or VARLEN or mask is not None:
+    if BOUND_LEFT or BOUND_RIGHT or VARLEN or mask is not None:  # noqa: SIM102 (known to the compiler)
         if not_finite(dq, mask_m):
             dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for start_n in tl.range(begin, end, SAFE_BLOCK, num_stages=1):
@@ -247,7 +251,8 @@ def _grad_kv_kernel(
     shift_left = length_k - length_q - window_left
     shift_right = length_k - length_q + window_right
     begin, full_begin, full_end, end = query_tiles(
-        start_n, length_q, length_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT, MASK_ALL, RAGGED
+        start_n, length_q, length_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT, MASK_ALL,
+        RAGGED,
     )  # fmt: skip
     unit_scale = (scale if softcap is None else softcap) * (LOG2_E if EXP2 else 1.0)
     tanh_scale = None if softcap is None else scale / softcap
@@ -270,15 +275,16 @@ def _grad_kv_kernel(
                 start_m = tl.where(start_m < full_begin, start_m, start_m + (full_end - full_begin))
             dk, dv = _grad_kv_tile(
                 dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, entry, first_head + i // masked, heads_q, start_m,
-                start_n, first_q, seqlen_q, rules, slopes_ptr, mask, batch, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                BOUND_LEFT, BOUND_RIGHT, RAGGED, True, False, EXP2, UPCAST,
+                start_n, first_q, seqlen_q, rules, slopes_ptr, mask, batch, tanh_scale, dropout,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT, RAGGED, True, False, EXP2, UPCAST,
             )  # fmt: skip
     if not MASK_ALL:
         full = (full_end - full_begin) // BLOCK_M
         for i in tl.range(0, group * full):
             dk, dv = _grad_kv_tile(
                 dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, entry, first_head + i // full, heads_q,
-                full_begin + i % full * BLOCK_M, start_n, first_q, seqlen_q, rules, slopes_ptr, mask, batch, tanh_scale, dropout,
+                full_begin + i % full * BLOCK_M, start_n, first_q, seqlen_q, rules, slopes_ptr, mask, batch,
+                tanh_scale, dropout,
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT, RAGGED, False, False, EXP2, UPCAST,
             )  # fmt: skip
     if MASK_SOME:

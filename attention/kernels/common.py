@@ -145,8 +145,8 @@ def tanh(x, EXP2: tl.constexpr):
 
 
 @triton.jit
-def score(x, rows, keys, rules, slope, mask, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, CHECK_ROWS: tl.constexpr,
-          MASKED: tl.constexpr, EXP2: tl.constexpr):  # fmt: skip
+def score(x, rows, keys, rules, slope, mask, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
+          CHECK_ROWS: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr):  # fmt: skip
     """The scores that softmax sees, of what `soften` returned, and which pairs are visible (all unless MASKED).
 
     `rows` and `keys` are the positions, shaped so that they broadcast to the tile, which may lie on its side.

@@ -34,7 +34,8 @@ from .tiles import choose_tiles, padded_widths
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask, tanh_scale, dropout,
+    acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope,
+    head_mask, tanh_scale, dropout,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, MASKED: tl.constexpr,
     SAFE: tl.constexpr, TRACK_TOP: tl.constexpr, EXP2: tl.constexpr, UPCAST: tl.constexpr,
@@ -132,8 +133,9 @@ def _forward_kernel(
     if not MASK_ALL:
         for start_n in tl.range(full_begin, full_end, BLOCK_N):
             acc, row_max, row_sum, top = _attend(
-                acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT, False, False,
-                TRACK_TOP, EXP2, UPCAST,
+                acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules,
+                slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT,
+                BOUND_RIGHT, False, False, TRACK_TOP, EXP2, UPCAST,
             )  # fmt: skip
     # The tiles at the left edge of the window, then those at the right.
     gap = full_end - full_begin
@@ -142,10 +144,11 @@ def _forward_kernel(
         if BOUND_LEFT:
             start_n = tl.where(next_n < full_end, next_n - gap, next_n)
         acc, row_max, row_sum, top = _attend(
-            acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT, True, False,
-            TRACK_TOP, EXP2, UPCAST,
+            acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules,
+            slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT,
+            BOUND_RIGHT, True, False, TRACK_TOP, EXP2, UPCAST,
         )  # fmt: skip
-    if BOUND_LEFT or BOUND_RIGHT or VARLEN or mask is not None:
+    if BOUND_LEFT or BOUND_RIGHT or VARLEN or mask is not None:  # noqa: SIM102 (known to the compiler)
         # 0 · NaN is NaN: a value that isn't finite has reached rows that don't see it. Once more, with care.
         if not_finite(acc, mask_m):
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -159,7 +162,7 @@ def _forward_kernel(
                 )  # fmt: skip
 
     if max_logits_ptr is not None:
-        if TRACK_TOP:
+        if TRACK_TOP:  # noqa: SIM108
             top = tl.where(top == -float("inf"), top, top * scale)  # the scale may be 0
         else:
             top = row_max * (LN_2 if EXP2 else 1.0)

@@ -30,7 +30,7 @@ def shared_arguments(options: Options) -> dict[str, Any]:
 
 
 def mask_argument(mask: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """A mask (B or 1, Hq or 1, Sq or 1, Sk or 1) as the kernels take it: pointer and strides, 0 where it is broadcast."""
+    """A mask (B or 1, Hq or 1, Sq or 1, Sk or 1) as kernels take it: pointer and strides, 0 where it is broadcast."""
     if mask is None:
         return None
     strides = (stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True))

@@ -33,7 +33,7 @@ def grad(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str = 
 
 
 def with_gradients(attend, inputs: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
-    """What attend(**inputs) = (out, lse, max_logits) gives, and the gradients of the inputs. An lse of -inf gets none."""
+    """What attend(**inputs) = (out, lse, max_logits) gives, and the inputs' gradients. An lse of -inf gets none."""
     inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out, lse, max_logits = attend(**inputs)
     grad_lse = grad_lse.to(lse.dtype).masked_fill(lse == -torch.inf, 0)

@@ -31,7 +31,7 @@ def compile_kernel(kernel, signature, constants, aligned, **options) -> Report:
     places = [(i,) for i, name in enumerate(kernel.arg_names) if name in aligned]
     # A pointer that comes with its strides in a tuple is aligned too, as all of torch's memory.
     places += [(i, 0) for i, name in enumerate(kernel.arg_names) if isinstance(signature[name], tuple)]
-    attributes = dict.fromkeys(places, [["tt.divisibility", 16]])
+    attributes = {place: [["tt.divisibility", 16]] for place in places}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= 227 * 1024, f"{compiled.metadata.shared} bytes of shared memory"
