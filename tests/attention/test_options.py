@@ -190,9 +190,11 @@ def visible_pairs(mask_kind):
 def test_what_is_not_finite_reaches_exactly_who_sees_it(backend, mask_kind, where, value):
     """A row of v, k, q or the gradient in which one number isn't finite; the rest must stay as it was without it."""
     visible, options = visible_pairs(mask_kind)
+    # In 16 bits Triton reads through descriptors, which don't know where a packed sequence ends.
+    dtype = torch.float16 if mask_kind == "packed" else torch.float32
     torch.manual_seed(0)
     shapes = {"q": (LENGTH_Q, 2, 8), "k": (LENGTH_K, 1, 8), "v": (LENGTH_K, 1, 8), "do": (LENGTH_Q, 2, 8)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
 
     def run():
         q, k, v, do = (x if mask_kind == "packed" else x[None] for x in tensors.values())
@@ -216,7 +218,8 @@ def test_what_is_not_finite_reaches_exactly_who_sees_it(backend, mask_kind, wher
     assert queries.any() and not queries.all() and not keys.all()
     for name, spoiled, x, before in zip(("out", "dq", "dk", "dv"), expected[where], run(), clean, strict=True):
         assert np.array_equal(~x.isfinite().all(1).numpy(), spoiled), name
-        torch.testing.assert_close(x[~spoiled], before[~spoiled])
+        rounding = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(x[~spoiled], before[~spoiled], rtol=rounding, atol=rounding)
 
 
 @both_backends
