@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import ops  # noqa: F401  (registers the operators)
+from . import ops
+from .philox import draw_seed
+from .reference import Options
 
 Backend = Literal["auto", "triton", "hopper", "torch"]
 
@@ -41,6 +44,7 @@ def flash_attention(
 
     Query i sees key j when j <= i + Sk - Sq if `causal` (the last query sees every key), always otherwise. A query that
     sees no key gives 0, an lse of -inf and zero gradients. Head h of q attends with head h // (Hq / Hkv) of k and v.
+    Options apply in this order: softcap, ALiBi, masks, sinks, dropout.
 
     Args:
         q: (B, Sq, Hq, D) in float16, bfloat16 or float32, with any strides; D is at most 256.
@@ -48,43 +52,114 @@ def flash_attention(
         v: (B, Sk, Hkv, Dv) in q's dtype; Dv is at most 256 and need not equal D.
         causal: hide the keys behind each query, aligned at the bottom right.
         scale: factor on the logits; any float, 1 / sqrt(D) by default.
-        window, softcap, sinks, alibi_slopes, dropout_p, return_max_logits: not supported yet.
-        return_lse: also return log Σ_j exp(scale q·k_j) as float32 (B, Hq, Sq), differentiable.
-        deterministic: ask for bitwise repeatable gradients. They always are so far.
+        window: (left, right): query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; -1 is no bound.
+        softcap: replace each logit s by softcap · tanh(s / softcap); above 0.
+        sinks: (Hq,), a logit for each head that takes its share of the softmax and has no value; differentiable.
+        alibi_slopes: (Hq,) or (B, Hq), float32: slope · |i + Sk - Sq - j| is subtracted from the logit. No gradient.
+        dropout_p: drop each weight with this probability in [0, 1) and divide the others by 1 - dropout_p. The seed
+            comes from torch's generator of q's device; which weights go depends on it, the batch, the head, i and j.
+        return_lse: also return log Σ_j exp(logit_j), the sink counted, as float32 (B, Hq, Sq), differentiable.
+        return_max_logits: also return each head's largest scale q·k that a query sees over batch and positions, before
+            the softcap, as float32 (Hq,), without gradient; -inf where no query sees a key.
+        deterministic: ask for bitwise repeatable gradients. They always are.
         backend: "triton" runs Triton's kernels, "torch" the same tiles in plain torch, "auto" Triton on a GPU that has
             it and torch elsewhere.
 
     Returns:
-        out (B, Sq, Hq, Dv) in q's dtype (under autocast, in the autocast dtype), or (out, lse).
+        out (B, Sq, Hq, Dv) in q's dtype (under autocast, in the autocast dtype), or a tuple of out and what was asked
+        for, in the order lse, max_logits.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed.
-        NotImplementedError: naming an option that isn't supported yet; also when a second derivative is asked for.
+        NotImplementedError: when a second or a forward-mode derivative is asked for.
 
     Example:
         >>> import torch
         >>> from attention import flash_attention
         >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)
         >>> k, v = torch.randn(2, 2, 128, 2, 64)
-        >>> flash_attention(q, k, v, causal=True).sum().backward()
+        >>> flash_attention(q, k, v, causal=True, window=(31, 0)).sum().backward()
 
-    Source: FlashAttention-2 (arXiv:2307.08691, https://github.com/Dao-AILab/flash-attention).
+    Source: FlashAttention-2 (arXiv:2307.08691, https://github.com/Dao-AILab/flash-attention); ALiBi (arXiv:2108.12409);
+    softcap as in Gemma 2 (arXiv:2408.00118); sinks as in gpt-oss (arXiv:2508.10925).
     """
-    _refuse_unsupported(
-        window=window is not None,
-        softcap=softcap is not None,
-        sinks=sinks is not None,
-        alibi_slopes=alibi_slopes is not None,
-        dropout_p=dropout_p != 0.0,
-        return_max_logits=return_max_logits,
-    )
-    _refuse_forward_mode(q, k, v)
+    _refuse_forward_mode(q, k, v, sinks)
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    out, lse = torch.ops.attention.forward(q, k, v, float(scale), 0 if causal else None, _pick_backend(backend, q))
-    return (out, lse) if return_lse else out
+    options = _options(q, causal, scale, window, softcap, sinks, alibi_slopes, dropout_p, q.shape[0])
+    return _attend(q, k, v, options, return_lse, return_max_logits, backend)
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """`flash_attention` of B sequences packed one behind the other, each attending to itself alone.
+
+    Sequence b's queries are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, its keys those of cu_seqlens_k; `causal`
+    and `window` line up at its own bottom right. Sequences may be empty. Rows past the last give 0 and zero gradients.
+
+    Args:
+        q: (total_q, Hq, D) in float16, bfloat16 or float32, with any strides; D is at most 256.
+        k: (total_k, Hkv, D) in q's dtype; Hq is a multiple of Hkv.
+        v: (total_k, Hkv, Dv) in q's dtype.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,), int32 on q's device: 0 and the running sums of the lengths. The values are
+            not checked, which would make the host wait for the device.
+        max_seqlen_q, max_seqlen_k: no sequence may be longer.
+        alibi_slopes: (Hq,) or (B, Hq).
+        causal, scale, window, softcap, sinks, dropout_p, return_lse, return_max_logits, deterministic, backend: as in
+            `flash_attention`.
+
+    Returns:
+        out (total_q, Hq, Dv), or a tuple of out and what was asked for: lse (Hq, total_q), max_logits (Hq,).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attention`.
+
+    Example:
+        >>> import torch
+        >>> from attention import flash_attention_varlen
+        >>> q, k, v = torch.randn(3, 100, 8, 64)
+        >>> cu_seqlens = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 70, 70, causal=True).shape
+        torch.Size([100, 8, 64])
+
+    Source: FlashAttention's flash_attn_varlen_func (https://github.com/Dao-AILab/flash-attention).
+    """
+    _refuse_forward_mode(q, k, v, sinks)
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, packed=True)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {x.dtype}")
+        if x.dim() != 1 or x.shape[0] < 1 or x.shape != cu_seqlens_q.shape:
+            raise ValueError(f"{name} must have shape (B + 1,), as cu_seqlens_q, got {tuple(x.shape)}")
+        _check_device(name, x, q, "q")
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length < 0:
+            raise ValueError(f"{name} must be at least 0, got {length}")
+    num_sequences = cu_seqlens_q.shape[0] - 1
+    options = _options(q, causal, scale, window, softcap, sinks, alibi_slopes, dropout_p, num_sequences)._replace(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    )
+    return _attend(q, k, v, options, return_lse, return_max_logits, backend)
 
 
 def scaled_dot_product_attention(
@@ -105,13 +180,15 @@ def scaled_dot_product_attention(
         query: (B, Hq, Sq, D) in float16, bfloat16 or float32, with any strides.
         key: (B, Hkv, Sk, D); Hkv equals Hq, or divides it if `enable_gqa`.
         value: (B, Hkv, Sk, Dv).
-        attn_mask, dropout_p: not supported yet.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk), with any strides. bool: True is seen; float16, bfloat16 or float32:
+            added to the logits, -inf hides; differentiable.
+        dropout_p: drop each weight with this probability in [0, 1), and divide the others by 1 - dropout_p.
         is_causal: hide the keys behind each query.
         scale: factor on the logits, 1 / sqrt(D) by default.
         enable_gqa: let several heads of the query share one of key and value.
 
     Returns:
-        (B, Hq, Sq, Dv), in memory as (B, Sq, Hq, Dv).
+        (B, Hq, Sq, Dv), in memory as (B, Sq, Hq, Dv). A query that sees no key gives 0.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `flash_attention`; also for a mask with `is_causal=True`.
@@ -120,15 +197,14 @@ def scaled_dot_product_attention(
         >>> import torch
         >>> from attention import scaled_dot_product_attention
         >>> q, k, v = torch.randn(3, 2, 8, 128, 64)
-        >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        >>> scaled_dot_product_attention(q, k, v, torch.rand(128, 128) < 0.5).shape
         torch.Size([2, 8, 128, 64])
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask is given and is_causal=True: give one or the other")
-    _refuse_unsupported(attn_mask=attn_mask is not None, dropout_p=dropout_p != 0.0)
-    _refuse_forward_mode(query, key, value)
+    _refuse_forward_mode(query, key, value, attn_mask)
     query, key, value = _autocast(query, key, value)
     q, k, v = (_swap_heads(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     _check_tensors(q, k, v, names=("query", "key", "value"))
@@ -136,25 +212,99 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"query has {q.shape[2]} heads and key {k.shape[2]}: they must be equal unless enable_gqa=True"
         )
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    window_right = q.shape[1] - k.shape[1] if is_causal else None  # counted from the bottom-right diagonal
-    out, _ = torch.ops.attention.forward(q, k, v, float(scale), window_right, _pick_backend("auto", q))
-    result: Tensor = out.transpose(1, 2)
-    return result
+    options = _options(q, False, scale, None, None, None, None, dropout_p, q.shape[0])._replace(
+        window_right=q.shape[1] - k.shape[1] if is_causal else None,  # counted from the bottom-right diagonal
+        mask=None if attn_mask is None else _check_mask(attn_mask, q, k),
+    )
+    out = _attend(q, k, v, options, False, False, "auto")
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
 
 
-def _refuse_unsupported(**given: bool) -> None:
-    for name, is_given in given.items():
-        if is_given:
-            raise NotImplementedError(f"{name} is not supported yet")
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, return_max_logits: bool, backend: str
+) -> Tensor | tuple[Tensor, ...]:
+    backend = _pick_backend(backend, q)
+    out, lse, max_logits = ops.attend(q, k, v, options, with_max_logits=return_max_logits, backend=backend)
+    asked_for = (lse,) * return_lse + (max_logits,) * return_max_logits
+    return (out, *asked_for) if asked_for else out
 
 
-def _refuse_forward_mode(*tensors: Tensor) -> None:
+def _options(
+    q: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: Sequence[int] | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    batch: int,
+) -> Options:
+    """Checks what `flash_attention` was asked for and draws the seed of the dropout."""
+    heads = q.shape[-2]
+    left, right = _check_window(window)
+    if causal:
+        right = 0
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be above 0 and finite, got {softcap}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if sinks is not None:
+        _check_per_head("sinks", sinks, q, [(heads,)])
+        sinks = sinks.float()
+    if alibi_slopes is not None:
+        _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError("alibi_slopes requires a gradient, but has none: pass alibi_slopes.detach()")
+        alibi_slopes = alibi_slopes.float().expand(batch, heads)
+    return Options(
+        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+        window_left=left,
+        window_right=right,
+        softcap=None if softcap is None else float(softcap),
+        dropout_p=float(dropout_p),
+        sinks=sinks,
+        slopes=alibi_slopes,
+        seed=draw_seed(q.device) if dropout_p > 0 else None,
+    )
+
+
+def _check_window(window: Sequence[int] | None) -> tuple[int | None, int | None]:
+    """(left, right) with None for no bound."""
+    if window is None:
+        return None, None
+    if len(window) != 2 or any(side < -1 for side in window):
+        raise ValueError(f"window must be (left, right), each at least 0, or -1 for no bound, got {window}")
+    left, right = (None if side == -1 else min(side, 2**30) for side in window)  # positions are 32-bit
+    return left, right
+
+
+def _check_per_head(name: str, x: Tensor, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
+    _check_device(name, x, q, "q")
+
+
+def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The mask with 4 dimensions, each of full size or 1."""
+    if mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"attn_mask must be bool, float16, bfloat16 or float32, got {mask.dtype}")
+    _check_device("attn_mask", mask, q, "query")
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(sizes) != 4 or any(size not in (1, most) for size, most in zip(sizes, full, strict=True)):
+        raise ValueError(f"attn_mask must be broadcastable to {full}, got shape {tuple(mask.shape)}")
+    return mask.reshape(sizes) if mask.dim() < 4 else mask
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     """torch would leave an operator's missing forward-mode derivative out, as if it were zero."""
     if torch.compiler.is_compiling():
         return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("flash_attention has no forward-mode derivative (jvp): use reverse mode (backward)")
 
 
@@ -172,32 +322,40 @@ def _swap_heads(x: Tensor, name: str) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
-    """Raises unless q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv) go together."""
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v"), packed: bool = False
+) -> None:
+    """Raises unless q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv) go together; `packed` has no B."""
     name_q, name_k, name_v = names
+    rank, layout = (3, "(total, H, D)") if packed else (4, "(B, S, H, D)")
     for name, x in zip(names, (q, k, v), strict=True):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have the 4 dimensions (B, S, H, D), got shape {tuple(x.shape)}")
+        if x.dim() != rank:
+            raise ValueError(f"{name} must have the {rank} dimensions {layout}, got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} but {name_q} is {q.dtype}: they must be equal")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but {name_q} is on {q.device}: they must be on one device")
-        if x.shape[0] != q.shape[0]:
+        _check_device(name, x, q, name_q)
+        if not packed and x.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch size {x.shape[0]} but {name_q} has {q.shape[0]}: they must be equal")
-        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}'s head dimension must be from 1 to {MAX_HEAD_DIM}, got {x.shape[3]}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"{name_k} has length {k.shape[1]} but {name_v} has {v.shape[1]}: they must be equal")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(f"{name_k} has {k.shape[2]} heads but {name_v} has {v.shape[2]}: they must be equal")
-    if k.shape[3] != q.shape[3]:
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}'s head dimension must be from 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}")
+    if k.shape[-3] != v.shape[-3]:
+        raise ValueError(f"{name_k} has length {k.shape[-3]} but {name_v} has {v.shape[-3]}: they must be equal")
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if heads_k != v.shape[-2]:
+        raise ValueError(f"{name_k} has {heads_k} heads but {name_v} has {v.shape[-2]}: they must be equal")
+    if k.shape[-1] != q.shape[-1]:
         raise ValueError(
-            f"{name_k}'s head dimension is {k.shape[3]} but {name_q}'s is {q.shape[3]}: they must be equal"
+            f"{name_k}'s head dimension is {k.shape[-1]} but {name_q}'s is {q.shape[-1]}: they must be equal"
         )
-    if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{name_q}'s {q.shape[2]} heads must be a multiple of {name_k}'s {k.shape[2]}")
+    if heads_k < 1 or heads_q % heads_k:
+        raise ValueError(f"{name_q}'s {heads_q} heads must be a multiple of {name_k}'s {heads_k}")
+
+
+def _check_device(name: str, x: Tensor, q: Tensor, name_q: str) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} but {name_q} is on {q.device}: they must be on one device")
 
 
 def _pick_backend(backend: str, q: Tensor) -> str:

@@ -1,7 +1,8 @@
 """The operators `attention::forward` and `attention::backward`: what torch.compile, autograd and export see.
 
-Both take q, k and v as (B, S, H, D) in any strides, `window_right` as in `attention.reference`, and the name of a
-backend that can run them. Only q, k, v, out and lse are kept for the backward.
+Both take q, k and v as (B, S, H, D) in any strides, or packed (total, H, D) with `cu_seqlens`, the fields of
+`attention.reference.Options` one by one, and the name of a backend that can run them. Only inputs, out and lse are kept
+for the backward. Outputs that nobody asked for (max_logits, the sinks' and the mask's gradients) are empty.
 """
 
 from __future__ import annotations
@@ -11,98 +12,167 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .packed import backward_packed, forward_packed
+from .reference import Options, tiled_backward, tiled_forward
+
+# As the fields of Options, without first_batch.
+_OPTIONS = (
+    "float scale, SymInt? window_left, SymInt? window_right, float? softcap, float dropout_p, Tensor? sinks, "
+    "Tensor? slopes, Tensor? mask, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k"
+)
+_NUM_OPTIONS = _OPTIONS.count(",") + 1
+_TENSOR_OPTIONS = slice(Options._fields.index("sinks"), Options._fields.index("max_seqlen_q"))
+
 torch.library.define(
     "attention::forward",
-    "(Tensor q, Tensor k, Tensor v, float scale, SymInt? window_right, str backend) -> (Tensor out, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool with_max_logits, str backend) "
+    "-> (Tensor out, Tensor lse, Tensor max_logits)",
 )
 torch.library.define(
     "attention::backward",
-    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale, "
-    "SymInt? window_right, str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool with_mask, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dmask)",
 )
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, with_max_logits: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and max_logits (empty unless asked for) by the operator, differentiable."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.attention.forward(
+        q, k, v, *options[:_NUM_OPTIONS], with_max_logits, backend
+    )
+    return result
+
+
 @torch.library.impl("attention::forward", "CompositeExplicitAutograd")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window_right: int | None, backend: str
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *fields, with_max_logits, backend = arguments
+    options = Options(*fields)
     if backend == "triton":
         from .kernels.forward import forward
 
-        return forward(q, k, v, scale, window_right)
-    from .reference import tiled_forward
-
+        return forward(q, k, v, options, with_max_logits)
     with torch.autocast(q.device.type, enabled=False):
-        return tiled_forward(q, k, v, scale, window_right)
+        if options.cu_seqlens_q is None:
+            return tiled_forward(q, k, v, options, with_max_logits)
+        return forward_packed(tiled_forward, q, k, v, options, with_max_logits)
 
 
 @torch.library.impl("attention::backward", "CompositeExplicitAutograd")
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    window_right: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, out, lse, *fields, with_mask, backend = arguments
+    saved = (q, k, v, out, lse, Options(*fields))
     if backend == "triton":
         from .kernels.backward import backward
 
-        return backward(grad_out, grad_lse, q, k, v, out, lse, scale, window_right)
-    from .reference import tiled_backward
-
+        return backward(grad_out, grad_lse, *saved, with_mask)
     with torch.autocast(q.device.type, enabled=False):
-        return tiled_backward(grad_out, grad_lse, q, k, v, out, lse, scale, window_right)
+        if saved[-1].cu_seqlens_q is None:
+            return tiled_backward(grad_out, grad_lse, *saved, with_mask)
+        return backward_packed(tiled_backward, grad_out, grad_lse, *saved, with_mask)
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window_right: int | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, heads_q, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
-    return out, q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *batch, seqlen_q, heads_q, _ = q.shape
+    lse = q.new_empty((*batch, heads_q, seqlen_q), dtype=torch.float32)
+    with_max_logits = arguments[-2]
+    return q.new_empty((*batch, seqlen_q, heads_q, v.shape[-1])), lse, lse.new_empty(heads_q if with_max_logits else 0)
 
 
-def _backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    window_right: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _backward_fake(grad_out: Tensor, grad_lse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, _, lse, *fields, with_mask, _ = arguments
+    options = Options(*fields)
+    dsinks = lse.new_empty(0) if options.sinks is None else options.sinks.new_empty(options.sinks.shape)
+    dmask = lse.new_empty(options.mask.shape if options.mask is not None and with_mask else 0)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks, dmask
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, ctx.window_right, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, *output)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *fields, _, ctx.backend = inputs
+    out, lse, max_logits = output
+    tensors = fields[_TENSOR_OPTIONS]
+    fields[_TENSOR_OPTIONS] = [None] * len(tensors)
+    ctx.options = Options(*fields)
+    ctx.save_for_backward(q, k, v, out, lse, *tensors)
+    ctx.mark_non_differentiable(max_logits)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max_logits: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    fields = list(ctx.options[:_NUM_OPTIONS])
+    fields[_TENSOR_OPTIONS] = tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = torch.ops.attention.backward(
-        grad_out, grad_lse, q, k, v, out, lse, ctx.scale, ctx.window_right, ctx.backend
+    needs_sinks, _, needs_mask = ctx.needs_input_grad[3:][_TENSOR_OPTIONS][:3]
+    dq, dk, dv, dsinks, dmask = torch.ops.attention.backward(
+        grad_out, grad_lse, q, k, v, out, lse, *fields, needs_mask, ctx.backend
     )
-    return *grads, None, None, None
+    grads: list[Tensor | None] = [None] * _NUM_OPTIONS
+    mask = Options(*fields).mask
+    grads[_TENSOR_OPTIONS] = [
+        dsinks if needs_sinks else None, None, dmask.to(mask.dtype) if needs_mask and mask is not None else None,
+        None, None, None,
+    ]  # fmt: skip
+    return dq, dk, dv, *grads, None, None
 
 
 def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("flash_attention has first-order gradients only; its backward can't be differentiated")
 
 
+def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    *fields, with_max_logits, _ = arguments[3:]
+    options = Options(*fields)
+    foldable = options.mask is None and options.slopes is None and in_dims[3 + _TENSOR_OPTIONS.start] is None
+    if not foldable or options.seed is not None or options.cu_seqlens_q is not None or with_max_logits:
+        return _one_by_one(torch.ops.attention.forward, info, in_dims, arguments)
+    out, lse, max_logits = torch.ops.attention.forward(*_fold(info, in_dims, arguments, 3))
+    return (*_unfold(info, out, lse), max_logits), (0, 0, None)
+
+
+def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    options = Options(*arguments[7:-2])
+    tensors = (options.sinks, options.slopes, options.mask, options.seed, options.cu_seqlens_q)
+    if any(x is not None for x in tensors):
+        return _one_by_one(torch.ops.attention.backward, info, in_dims, arguments)
+    *grads, dsinks, dmask = torch.ops.attention.backward(*_fold(info, in_dims, arguments, 7))
+    return (*_unfold(info, *grads), dsinks, dmask), (0, 0, 0, None, None)
+
+
+def _fold(info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], count: int) -> list[Any]:
+    """The first `count` arguments with the mapped dimension in their batch, and the others as they are."""
+    folded = list(arguments)
+    for i, (x, dim) in enumerate(zip(arguments[:count], in_dims[:count], strict=True)):
+        if x is not None:
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            folded[i] = x.flatten(0, 1)
+    return folded
+
+
+def _unfold(info: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in tensors)
+
+
+def _one_by_one(
+    operator: Any, info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """For what the members of a batch don't share (random numbers, a head's maximum, sums over the batch)."""
+    results = [
+        operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(torch.stack(tensors) for tensors in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
 torch.library.register_fake("attention::forward", _forward_fake)
 torch.library.register_fake("attention::backward", _backward_fake)
 torch.library.register_autograd("attention::forward", _differentiate, setup_context=_save_for_backward)
 torch.library.register_autograd("attention::backward", _refuse_second_order)
+torch.library.register_vmap("attention::forward", _forward_vmap)
+torch.library.register_vmap("attention::backward", _backward_vmap)

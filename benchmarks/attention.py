@@ -3,7 +3,10 @@
     python -m benchmarks.attention --csv attention.csv            # the shapes of docs/performance.md
     python -m benchmarks.attention --shapes 4,4096,16,128,causal  # batch, length, heads, head width, mask
 
-A forward counts 4·B·H·S²·D operations (half of it when causal), a backward 2.5 times that.
+Masks: causal; full; window (causal, and the 1024 keys before the query's own); varlen (causal, all tokens of the batch
+packed into sequences of random lengths that add up to the same). "triton_max" also returns max_logits.
+
+A forward counts 4·D operations for each head's visible pair of query and key, a backward 2.5 times that.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attention import flash_attention
+from attention import flash_attention, flash_attention_varlen
 from benchmarks.common import setting, write_csv
 
 SHAPES = [
@@ -31,32 +34,92 @@ SHAPES = [
     "4,4096,16,128,full",
     "1,16384,16,128,causal",
     "4,4096,8,256,causal",
+    "16,1024,32,64,varlen",
+    "4,4096,32,64,window",
+    "4,4096,32,64,varlen",
+    "1,16384,32,64,window",
+    "1,16384,32,64,varlen",
+    "16,1024,16,128,varlen",
+    "4,4096,16,128,window",
+    "4,4096,16,128,varlen",
+    "1,16384,16,128,window",
+    "1,16384,16,128,varlen",
 ]
+MASKS = ("causal", "full", "window", "varlen")
+WINDOW = 1024
 SLEEP_CYCLES = 4_000_000  # about 2 ms, so that the device is busy until Python has launched what is measured
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, H, S, D) in and out, as views of (B, S, H, D)
 
 
-def variants(seqlen: int, causal: bool, with_flex: bool) -> dict[str, Attend]:
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, backend="triton")
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
+def packed_lengths(batch: int, seqlen: int) -> list[int]:
+    """Random lengths of a few sequences for each entry of the batch, batch · seqlen in all, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    cuts = torch.randint(1, batch * seqlen, (4 * batch - 1,), generator=generator).unique().tolist()
+    return [end - start for start, end in zip([0, *cuts], [*cuts, batch * seqlen], strict=True)]
 
+
+def visible_pairs(batch: int, seqlen: int, mask: str) -> int:
+    """Of one head."""
+    if mask == "full":
+        return batch * seqlen**2
+    if mask == "varlen":
+        return sum(length * (length + 1) // 2 for length in packed_lengths(batch, seqlen))
+    hidden_by_window = max(seqlen - WINDOW - 1, 0) if mask == "window" else 0
+    return batch * (seqlen * (seqlen + 1) - hidden_by_window * (hidden_by_window + 1)) // 2
+
+
+def ours(batch: int, seqlen: int, mask: str, with_max_logits: bool) -> Attend:
+    options = {"causal": mask != "full", "return_max_logits": with_max_logits, "backend": "triton"}
+    if mask == "window":
+        options["window"] = (WINDOW, 0)
+    lengths = packed_lengths(batch, seqlen)
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if mask == "varlen":
+            packed = (x[0] for x in (q, k, v))
+            out = flash_attention_varlen(*packed, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
+        else:
+            out = flash_attention(q, k, v, **options)
+        out = out[0] if with_max_logits else out
+        return (out[None] if mask == "varlen" else out).transpose(1, 2)
+
+    return attend
+
+
+def flex(batch: int, seqlen: int, mask: str) -> Attend:
+    """FlexAttention with a block mask, made outside the timing."""
+    length = batch * seqlen if mask == "varlen" else seqlen
+    document = torch.arange(length, device="cuda")
+    if mask == "varlen":
+        document = torch.repeat_interleave(torch.tensor(packed_lengths(batch, seqlen), device="cuda"))
+    rules = {
+        "causal": lambda b, h, i, j: i >= j,
+        "window": lambda b, h, i, j: (i >= j) & (i - j <= WINDOW),
+        "varlen": lambda b, h, i, j: (i >= j) & (document[i] == document[j]),
+    }
+    block_mask = None
+    if mask != "full":
+        block_mask = create_block_mask(rules[mask], None, None, length, length, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+
+
+def variants(batch: int, seqlen: int, mask: str, with_flex: bool) -> dict[str, Attend]:
     def sdpa(backend: SDPBackend) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal")
 
         return attend
 
-    attends: dict[str, Attend] = {"triton": ours, "sdpa_flash": sdpa(SDPBackend.FLASH_ATTENTION)}
-    attends["sdpa_cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
+    attends = {"triton": ours(batch, seqlen, mask, False), "triton_max": ours(batch, seqlen, mask, True)}
+    if mask in ("causal", "full"):
+        attends["sdpa_flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
+        attends["sdpa_cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
     if with_flex:
-        mask = None
-        if causal:
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device="cuda")
-        flex = torch.compile(flex_attention, dynamic=False)
-        attends["flex"] = lambda q, k, v: flex(q, k, v, block_mask=mask)
+        attends["flex"] = flex(batch, seqlen, mask)
     return attends
 
 
@@ -69,13 +132,14 @@ def milliseconds(function: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
-def measure(batch: int, seqlen: int, heads: int, width: int, causal: bool, repeats: int, with_flex: bool) -> list[dict]:
+def measure(batch: int, seqlen: int, heads: int, width: int, mask: str, repeats: int, with_flex: bool) -> list[dict]:
     torch.manual_seed(0)
-    tensors = [torch.randn(batch, seqlen, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    sizes = (1, batch * seqlen) if mask == "varlen" else (batch, seqlen)
+    tensors = [torch.randn(*sizes, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, grad = (x.transpose(1, 2) for x in tensors)
     for x in (q, k, v):
         x.requires_grad_()
-    attends = variants(seqlen, causal, with_flex)
+    attends = variants(batch, seqlen, mask, with_flex)
     flush = torch.empty(2**26, device="cuda", dtype=torch.int32)  # writing it empties the L2 cache
     times: dict[str, tuple[list[float], list[float]]] = {}
     for repeat in range(repeats + 3):
@@ -95,14 +159,13 @@ def measure(batch: int, seqlen: int, heads: int, width: int, causal: bool, repea
             if repeat >= 3:
                 times.setdefault(name, ([], []))[0].append(forward)
                 times[name][1].append(backward)
-    operations = 4 * batch * heads * seqlen**2 * width * (0.5 if causal else 1.0)
+    operations = 4 * heads * width * visible_pairs(batch, seqlen, mask)
     rows = []
     for name, (forwards, backwards) in times.items():
         forward, backward = statistics.median(forwards), statistics.median(backwards)
         rows.append(
             {
-                "batch": batch, "seqlen": seqlen, "heads": heads, "width": width,
-                "mask": "causal" if causal else "full",
+                "batch": batch, "seqlen": seqlen, "heads": heads, "width": width, "mask": mask,
                 "variant": name, "forward_ms": round(forward, 4), "backward_ms": round(backward, 4),
                 "forward_tflops": round(operations / forward / 1e9, 1),
                 "backward_tflops": round(2.5 * operations / backward / 1e9, 1),
@@ -118,6 +181,9 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which takes long to compile")
     parser.add_argument("--csv", metavar="PATH", help="write every number there")
     arguments = parser.parse_args()
+    unknown = {shape.split(",")[-1] for shape in arguments.shapes} - set(MASKS)
+    if unknown:
+        parser.error(f"a mask is one of {', '.join(MASKS)}, got {', '.join(sorted(unknown))}")
     made_by = setting("attention")
     print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**made_by))
     print("| B, S, H, D | mask | " + "TFLOP/s forward / backward |")
@@ -125,7 +191,7 @@ def main() -> None:
     for shape in arguments.shapes:
         *sizes, mask = shape.split(",")
         batch, seqlen, heads, width = map(int, sizes)
-        found = measure(batch, seqlen, heads, width, mask == "causal", arguments.repeats, not arguments.no_flex)
+        found = measure(batch, seqlen, heads, width, mask, arguments.repeats, not arguments.no_flex)
         cells = [f"{row['variant']} {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found]
         print(f"| {', '.join(sizes)} | {mask} | " + " | ".join(cells) + " |", flush=True)
         rows += found

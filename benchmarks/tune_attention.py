@@ -24,6 +24,7 @@ from triton.testing import do_bench
 
 from attention.kernels import backward, forward
 from attention.kernels.tiles import HOPPER_16BIT, Tile, Tiles
+from attention.reference import Options
 
 SHAPES = {64: [(16, 1024, 32), (4, 4096, 32)], 128: [(4, 4096, 16)], 256: [(4, 4096, 8)]}  # width: batch, length, heads
 OPERATIONS = {"forward": 1.0, "backward_q": 1.5, "backward_kv": 2.0}
@@ -78,7 +79,7 @@ class Problem:
         torch.manual_seed(0)
         shape = (batch, seqlen, heads, width)
         self.q, self.k, self.v, self.do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        self.scale, self.window = width**-0.5, 0 if causal else None
+        self.options = Options(width**-0.5, window_right=0 if causal else None)
         self.operations = 4 * batch * heads * seqlen**2 * width * (0.5 if causal else 1.0)
         self.out, self.lse = self.do, torch.zeros(batch, heads, seqlen, device="cuda")
         self.delta = self.lse
@@ -89,14 +90,14 @@ class Problem:
         return self
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return forward.forward(self.q, self.k, self.v, self.scale, self.window)
+        return forward.forward(self.q, self.k, self.v, self.options, False)[:2]
 
     def backward_q(self) -> tuple[Tensor, Tensor]:
         saved = (self.q, self.k, self.v, self.out, self.lse)
-        return backward.grad_q(self.do, None, *saved, self.scale, self.window)
+        return backward.grad_q(self.do, None, *saved, self.options)
 
     def backward_kv(self) -> tuple[Tensor, Tensor]:
-        return backward.grad_kv(self.do, self.q, self.k, self.v, self.lse, self.delta, self.scale, self.window)
+        return backward.grad_kv(self.do, self.q, self.k, self.v, self.lse, self.delta, self.options)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -11,23 +12,43 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import flash_attention, scaled_dot_product_attention
+from attention import flash_attention, flash_attention_varlen, scaled_dot_product_attention
+from attention.reference import Options
 
 pytest.importorskip("triton", reason="needs Triton")
 both_backends = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
+CU_SEQLENS = torch.tensor([0, 4, 9], dtype=torch.int32)
+PACKED = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS, "max_seqlen_q": 5, "max_seqlen_k": 5}
+SEED = {"dropout_p": 0.3, "seed": torch.tensor([5])}
+
+
 @both_backends
-@pytest.mark.parametrize("window_right", [None, 0, -1])
-def test_opcheck(backend, window_right):
-    q, k, v = (torch.randn(1, 9, heads, width, requires_grad=True) for heads, width in ((4, 8), (2, 8), (2, 5)))
-    opcheck(torch.ops.attention.forward, (q, k, v, 0.3, window_right, backend))
-    q, k, v = q.detach(), k.detach(), v.detach()
-    out, lse = torch.ops.attention.forward(q, k, v, 0.3, window_right, backend)
-    opcheck(
-        torch.ops.attention.backward,
-        (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, 0.3, window_right, backend),
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_right": -1, "softcap": 2.0, "sinks": torch.randn(4)},
+        {"window_left": 3, "mask": torch.randn(1, 4, 9, 1), **SEED},
+        {"mask": torch.rand(9, 9)[None, None] > 0.3, "slopes": torch.rand(1, 1).expand(1, 4)},
+        {"window_right": 0, "slopes": torch.rand(2, 4), "sinks": torch.randn(4), **PACKED, **SEED},
+    ],
+)
+def test_opcheck(backend, options):
+    packed = "cu_seqlens_q" in options
+    q, k, v = (torch.randn(1, 9, heads, width) for heads, width in ((4, 8), (2, 8), (2, 5)))
+    q, k, v = ((x[0] if packed else x).requires_grad_() for x in (q, k, v))
+    for name in ("sinks", "mask"):
+        if name in options and options[name].is_floating_point():
+            options = options | {name: options[name].clone().requires_grad_()}
+    fields = list(Options(0.3, **options)[:-1])
+    opcheck(torch.ops.attention.forward, (q, k, v, *fields, True, backend))
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (q, k, v, *fields)]
+    out, lse, _ = torch.ops.attention.forward(*detached, False, backend)
+    with_mask = "mask" in options and options["mask"].is_floating_point()
+    saved = (*detached[:3], out, lse, *detached[3:], with_mask, backend)
+    opcheck(torch.ops.attention.backward, (torch.randn_like(out), torch.randn_like(lse), *saved))
 
 
 @both_backends
@@ -62,6 +83,13 @@ def test_dynamic_length_compiles_few_graphs():
         compilations.append(graph)
         return graph
 
+    def everything(q):
+        options = {"window": (9, 0), "softcap": 3.0, "sinks": torch.ones(2), "alibi_slopes": torch.ones(2)}
+        return flash_attention(q, q, q, **options, dropout_p=0.1, return_max_logits=True)
+
+    def packed(q, cu_seqlens):
+        return flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, q.shape[0], q.shape[0], causal=True)
+
     layer = attention.SelfAttention(32, 4, qk_norm=True)
     compiled = torch.compile(layer, fullgraph=True, backend=counting_backend)
     function = torch.compile(scaled_dot_product_attention, fullgraph=True, backend=counting_backend)
@@ -73,6 +101,15 @@ def test_dynamic_length_compiles_few_graphs():
     for length in (20, 33, 64, 100, 7):
         function(torch.randn(1, 2, 50, 8), torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8), is_causal=True)
     assert len(compilations) <= 2
+    for function, inputs in ((everything, (1, 2, 8)), (packed, (2, 8))):
+        compilations.clear()
+        compiled = torch.compile(function, fullgraph=True, backend=counting_backend)
+        for length in (20, 33, 64, 100, 7):
+            extra = () if function is everything else (torch.tensor([0, 5, length], dtype=torch.int32),)
+            torch.manual_seed(0)
+            q = torch.randn(*inputs[:-2], length, *inputs[-2:])
+            compiled(q, *extra)
+        assert len(compilations) <= 2
 
 
 @both_backends
@@ -97,10 +134,95 @@ def test_activation_checkpointing(backend):
 
 
 @both_backends
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_is_the_same_in_the_backward(backend, compiled):
+    """Under activation checkpointing and torch.compile too: the output's gradient of v is the weights it used."""
+    q, k = torch.randn(2, 1, 20, 2, 8)
+    v = torch.zeros(1, 20, 2, 8, requires_grad=True)
+
+    def attend(v):
+        return flash_attention(q, k, v, dropout_p=0.5, backend=backend)
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    torch.manual_seed(0)
+    (whole,) = torch.autograd.grad(function(v).sum(), v)
+    torch.manual_seed(0)
+    (again,) = torch.autograd.grad(checkpoint(function, v, use_reentrant=False).sum(), v)
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
+    torch.manual_seed(0)
+    torch.testing.assert_close(function(torch.ones_like(v)).sum(), whole.sum())
+    assert not torch.equal(torch.autograd.grad(function(v).sum(), v)[0], whole)
+
+
+@both_backends
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 0), (None, 2, 2)])
+@pytest.mark.parametrize("option", [None, "sinks", "max_logits"])
+def test_vmap(backend, in_dims, option):
+    shapes = [list(shape) for shape in ((2, 9, 4, 8), (2, 7, 2, 8), (2, 7, 2, 5))]
+    for shape, dim in zip(shapes, in_dims, strict=True):
+        if dim is not None:
+            shape.insert(dim, 3)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    options = {"sinks": torch.randn(4, requires_grad=True)} if option == "sinks" else {}
+    leaves = [*inputs, *options.values()]
+
+    def function(q, k, v):
+        asked = {"return_lse": True, "return_max_logits": option == "max_logits"}
+        return flash_attention(q, k, v, causal=True, **options, **asked, backend=backend)
+
+    results = torch.func.vmap(function, in_dims)(*inputs)
+    ones = [
+        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(inputs, in_dims, strict=True)))
+        for i in range(3)
+    ]
+    expected = [torch.stack(tensors) for tensors in zip(*ones, strict=True)]
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    grad_out = torch.randn_like(results[0])
+    grads, expected_grads = (torch.autograd.grad(x[0], leaves, grad_out) for x in (results, expected))
+    for x, y in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@both_backends
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_a_batch_of_gradients(backend, with_sinks):
+    """vmap of the backward, as torch.autograd.functional.jacobian(vectorize=True) does it."""
+    inputs = [torch.randn(1, 9, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    out = flash_attention(*inputs, causal=True, sinks=sinks, backend=backend)
+    leaves = inputs + [sinks] * with_sinks
+    grad_out = torch.randn(3, *out.shape)
+    grads = torch.autograd.grad(out, leaves, grad_out, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        for x, y in zip(grads, torch.autograd.grad(out, leaves, grad_out[i], retain_graph=True), strict=True):
+            torch.testing.assert_close(x[i], y)
+
+
+def test_export():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = attention.SelfAttention(32, 4)
+            self.sinks = torch.nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            q = self.layer(x).unflatten(-1, (4, 8))
+            return flash_attention(q, q, q, window=(5, 0), sinks=self.sinks)
+
+    model = Model()
+    length = torch.export.Dim("length", min=2, max=4096)
+    exported = torch.export.export(model, (torch.randn(2, 20, 32),), dynamic_shapes=({1: length},)).module()
+    x = torch.randn(2, 77, 32)
+    torch.testing.assert_close(exported(x), model(x))
+
+
+@both_backends
 def test_repeated_backward_is_bitwise_equal(backend):
-    q, k, v = (torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    out = flash_attention(q, k, v, causal=True, deterministic=True, backend=backend)
-    first, second = (torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True) for _ in range(2))
+    inputs = [torch.randn(1, 70, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    inputs.append(torch.randn(4, requires_grad=True))
+    out = flash_attention(*inputs[:3], sinks=inputs[3], causal=True, deterministic=True, backend=backend)
+    first, second = (torch.autograd.grad(out.square().sum(), inputs, retain_graph=True) for _ in range(2))
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
 
@@ -132,17 +254,45 @@ def test_forward_mode_is_refused():
         scaled_dot_product_attention(torch.autograd.forward_ad.make_dual(q, tangent), k, v)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_no_score_matrix_is_formed(causal):
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes that tensors alive at one time hold, of those that operators returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.alive:
+                storage = x.untyped_storage()
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def forget(self, key, nbytes):
+        self.alive.discard(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("options", [{"window_right": 0}, {"window_left": 500, "softcap": 3.0}, {**SEED}])
+def test_memory_is_linear_in_the_length(options):
+    """Forward and backward of the torch backend. Twice the length takes at most 2.1 times the memory."""
     from attention.reference import TILE, tiled_backward, tiled_forward
 
-    length = 5 * TILE + 3
-    q, k, v = torch.randn(3, 1, length, 2, 8)
-    window_right = 0 if causal else None
-    with LargestTensor() as largest:
-        out, lse = tiled_forward(q, k, v, 0.3, window_right)
-        tiled_backward(out, lse, q, k, v, out, lse, 0.3, window_right)
-    assert 2 * length * 8 <= largest.numel <= 2 * TILE**2
+    def peak(length):
+        q, k, v = torch.randn(3, 1, length, 1, 32)
+        with PeakMemory() as memory, LargestTensor() as largest:
+            out, lse, _ = tiled_forward(q, k, v, Options(0.3, **options), True)
+            tiled_backward(out, lse, q, k, v, out, lse, Options(0.3, **options), False)
+        assert length * 32 <= largest.numel <= max(4 * TILE**2, 2 * length * 32)
+        return memory.peak
+
+    assert peak(12 * TILE) > 8 * 12 * TILE * 32 * 4, "counts nothing"
+    assert peak(12 * TILE) <= 2.1 * peak(6 * TILE)
 
 
 def test_only_linear_tensors_are_saved():
@@ -241,19 +391,43 @@ def test_mixed_devices():
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("option", "error", "message"),
     [
-        {"window": (3, 0)},
-        {"softcap": 30.0},
-        {"sinks": torch.zeros(4)},
-        {"alibi_slopes": torch.zeros(4)},
-        {"dropout_p": 0.1},
-        {"return_max_logits": True},
+        ({"window": (3, -2)}, ValueError, r"window must be \(left, right\).*got \(3, -2\)"),
+        ({"window": (3,)}, ValueError, r"window must be \(left, right\).*got \(3,\)"),
+        ({"softcap": 0.0}, ValueError, "softcap must be above 0 and finite, got 0.0"),
+        ({"softcap": float("inf")}, ValueError, "softcap must be above 0 and finite, got inf"),
+        ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(4,\), got \(2,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError, "sinks must be a floating-point .* torch.int64"),
+        ({"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks is on meta but q is on cpu"),
+        ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"alibi_slopes .* \(4,\) or \(2, 4\), got \(3, 4\)"),
+        ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, ValueError, "alibi_slopes requires a gradient"),
+        ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
+        ({"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
     ],
 )
-def test_unsupported_options_say_so(option):
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
+def test_bad_options(option, error, message):
+    with pytest.raises(error, match=message):
         flash_attention(*inputs(), **option)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cu_seqlens_q": CU_SEQLENS.long()}, TypeError, "cu_seqlens_q must be int32, got torch.int64"),
+        ({"cu_seqlens_k": CU_SEQLENS[:2]}, ValueError, r"cu_seqlens_k must have shape .* as cu_seqlens_q, got \(2,\)"),
+        ({"cu_seqlens_q": CU_SEQLENS[0]}, ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\)"),
+        ({"cu_seqlens_k": CU_SEQLENS.to("meta")}, ValueError, "cu_seqlens_k is on meta but q is on cpu"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0, got -1"),
+        ({"q": torch.zeros(1, 9, 4, 8)}, ValueError, r"q must have the 3 dimensions \(total, H, D\)"),
+        ({"k": torch.zeros(8, 2, 8)}, ValueError, "k has length 8 but v has 9"),
+        ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"alibi_slopes .* \(4,\) or \(2, 4\)"),
+    ],
+)
+def test_varlen_errors(changes, error, message):
+    tensors = {"q": torch.zeros(9, 4, 8), "k": torch.zeros(9, 2, 8), "v": torch.zeros(9, 2, 8)}
+    with pytest.raises(error, match=message):
+        flash_attention_varlen(**{**tensors, **PACKED, **changes})
 
 
 def test_backend_errors():
@@ -268,10 +442,12 @@ def test_scaled_dot_product_attention_errors():
     mask = torch.ones(8, 8, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"attn_mask is given and is_causal=True"):
         scaled_dot_product_attention(q, q, q, mask, is_causal=True)
-    with pytest.raises(NotImplementedError, match="attn_mask"):
-        scaled_dot_product_attention(q, q, q, mask)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    with pytest.raises(ValueError, match=r"attn_mask must be broadcastable to \(2, 4, 8, 8\), got shape \(7, 8\)"):
+        scaled_dot_product_attention(q, q, q, mask[:7])
+    with pytest.raises(TypeError, match=r"attn_mask must be bool, .* got torch.int32"):
+        scaled_dot_product_attention(q, q, q, mask.int())
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got 1.5"):
+        scaled_dot_product_attention(q, q, q, dropout_p=1.5)
     with pytest.raises(ValueError, match="query has 4 heads and key 2: they must be equal unless enable_gqa=True"):
         scaled_dot_product_attention(q, k, v)
     with pytest.raises(ValueError, match="key must have the 4 dimensions"):

@@ -7,7 +7,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attention import flash_attention, reference, scaled_dot_product_attention
-from attention.reference import dense, tiled_backward, tiled_forward
+from attention.reference import Options, dense, tiled_backward, tiled_forward
 from tests.attention.checks import LAYOUTS, assert_right, check, grad, tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -143,38 +143,44 @@ def test_gradient_of_the_lse_alone(backend):
     ours = [x.clone().requires_grad_() for x in inputs]
     flash_attention(*ours, return_lse=True, backend=backend)[1].sum().backward()
     truth = [x.double().requires_grad_() for x in inputs]
-    dense(*truth, 8**-0.5)[1].sum().backward()
+    dense(*truth, Options(8**-0.5))[1].sum().backward()
     for x, y in zip(ours, truth, strict=True):
         torch.testing.assert_close(x.grad, torch.zeros_like(x) if y.grad is None else y.grad.float())
 
 
 def test_tiled_schedule_passes_gradcheck():
     """In float64, where the schedule itself is all that can be wrong; tiles of 4 make several of them."""
+    torch.manual_seed(0)
+    options = Options(0.4, 5, 1, softcap=2.0, dropout_p=0.2, slopes=torch.rand(2, 4), seed=torch.tensor([3]))
 
     class Tiled(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v):
-            out, lse = tiled_forward(q, k, v, 0.4, 1)
-            ctx.save_for_backward(q, k, v, out, lse)
+        def forward(ctx, q, k, v, sinks, mask):
+            out, lse, _ = tiled_forward(q, k, v, options._replace(sinks=sinks, mask=mask), False)
+            ctx.save_for_backward(q, k, v, out, lse, sinks, mask)
             return out, lse
 
         @staticmethod
         def backward(ctx, grad_out, grad_lse):
-            return tiled_backward(grad_out, grad_lse, *ctx.saved_tensors, 0.4, 1)
+            *saved, sinks, mask = ctx.saved_tensors
+            return tiled_backward(grad_out, grad_lse, *saved, options._replace(sinks=sinks, mask=mask), True)
 
-    torch.manual_seed(0)
-    q = torch.randn(1, 9, 4, 3, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(1, 10, 2, width, dtype=torch.float64, requires_grad=True) for width in (3, 2))
+    def double(*shape):
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    inputs = [double(2, 9, 4, 3), double(2, 10, 2, 3), double(2, 10, 2, 2), double(4), double(2, 1, 9, 10)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "TILE", 4)
-        torch.testing.assert_close(Tiled.apply(q, k, v), dense(q, k, v, 0.4, 1))
-        assert torch.autograd.gradcheck(Tiled.apply, (q, k, v), fast_mode=True)
+        *qkv, sinks, mask = inputs
+        expected = dense(*qkv, options._replace(sinks=sinks, mask=mask))[:2]
+        torch.testing.assert_close(Tiled.apply(*inputs), expected)
+        assert torch.autograd.gradcheck(Tiled.apply, inputs, fast_mode=True)
 
 
 def test_dense_reference_is_torchs():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 30, 4, 16, dtype=torch.float64)
-    ours = dense(q, k, v, 16**-0.5, 0)[0]
+    ours = dense(q, k, v, Options(16**-0.5, window_right=0))[0]
     theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
     torch.testing.assert_close(ours, theirs)
 

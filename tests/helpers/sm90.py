@@ -29,7 +29,11 @@ def compile_kernel(kernel, signature, constants, aligned, **options) -> Report:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = signature | dict.fromkeys(constants, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    places = [(i,) for i, name in enumerate(kernel.arg_names) if name in aligned]
+    # A pointer that comes with its strides in a tuple is aligned too, as all of torch's memory.
+    tuples = [i for i, name in enumerate(kernel.arg_names) if isinstance(signature[name], tuple)]
+    places += [(i, 0) for i in tuples if signature[kernel.arg_names[i]][0].startswith("*")]
+    attributes = {place: [["tt.divisibility", 16]] for place in places}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= 227 * 1024, f"{compiled.metadata.shared} bytes of shared memory"
