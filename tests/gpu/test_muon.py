@@ -358,8 +358,9 @@ def test_workspace_bounds_what_a_step_holds_and_changes_nothing(shape):
         before = torch.cuda.memory_allocated()
         optimizer._plans.clear()
         optimizer.step()
-        start = (gaussian(1, *shape, seed=i)[0] for i in range(32))
-        return [p.detach() - s for p, s in zip(params, start, strict=True)], torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - before
+        start = [gaussian(1, *shape, seed=i)[0] for i in range(32)]
+        return [p.detach() - s for p, s in zip(params, start, strict=True)], peak
 
     (bounded, low), (free, high) = run(workspace), run(None)
     assert workspace / 4 < low <= workspace + 2**20 < high
