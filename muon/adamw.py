@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from muon.dtensors import gradient, local
 from muon.matrices import opposed
 from muon.rounding import join, remainder_of, split_off
 
@@ -21,7 +22,7 @@ def adamw_step(group: dict[str, Any], params: list[Tensor], states: Sequence[dic
             raise RuntimeError("AdamW does not support sparse gradients")
         remainder = remainder_of(p, state, group)
         exact.append(p if remainder is None else join(p, remainder))
-        grads.append(p.grad if remainder is None else p.grad.to(torch.float32))
+        grads.append(gradient(p) if remainder is None else gradient(p).to(torch.float32))
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p, group))
         for name in ("exp_avg", "exp_avg_sq"):
@@ -33,10 +34,10 @@ def adamw_step(group: dict[str, Any], params: list[Tensor], states: Sequence[dic
         _decay_cautiously(group, exact, grads, [state["exp_avg"] for state in states])
         weight_decay = 0.0
     adamw(
-        exact,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        [local(value) for value in exact],  # element by element, it matters to nobody who has the rest of a tensor
+        [local(grad) for grad in grads],
+        [local(state["exp_avg"]) for state in states],
+        [local(state["exp_avg_sq"]) for state in states],
         [],
         [state["step"] for state in states],
         foreach=group["foreach"],

@@ -22,7 +22,7 @@ class Tensors(NamedTuple):
     param: Tensor
     grad: Tensor
     momentum: Tensor
-    neuron_second_moment: Tensor | None = None  # one number a row, see ``rows_of``
+    neuron_second_moment: Tensor | None = None  # one number a row, of size 1 along ``column_dims``
     remainder: Tensor | None = None  # what rounding to bfloat16 left of the parameter, see ``muon.rounding``
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Tensors":
@@ -43,12 +43,11 @@ def matrix_shape(tensor: Tensor, matrix: MatrixMode = None) -> tuple[int, int, i
     return 1, tensor.shape[0], math.prod(tensor.shape[1:])
 
 
-def rows_of(tensor: Tensor, matrix: MatrixMode = None) -> Tensor:
-    """One element of each row of each matrix: a view with as many dimensions, of size 1 where a row lies."""
+def column_dims(tensor: Tensor, matrix: MatrixMode = None) -> list[int]:
+    """The dimensions along which a row of a matrix lies."""
     if matrix == "transposed":
-        return rows_of(tensor.mT, "batch").mT
-    kept = tensor.ndim - 1 if _is_batch(tensor, matrix) else 1
-    return tensor[(slice(None),) * kept + (slice(0, 1),) * (tensor.ndim - kept)]
+        return [tensor.ndim - 2]
+    return [tensor.ndim - 1] if _is_batch(tensor, matrix) else list(range(1, tensor.ndim))
 
 
 def _is_batch(tensor: Tensor, matrix: MatrixMode) -> bool:
@@ -202,25 +201,32 @@ def apply(
     """
     n, m = bucket.sides
     for block, part in zip(bucket.blocks, X[:, :n, :m].split([block.count for block in bucket.blocks]), strict=True):
-        param, _, _, second_moment, remainder = block.tensors
+        second_moment = block.tensors.neuron_second_moment
         update = part.mT if block.is_tall else part
         if second_moment is not None and neuron_norm is not None:
             second_moment = second_moment.view(block.count, block.rows, 1)
-            second_moment.lerp_(update.to(second_moment.dtype).square().mean(-1, keepdim=True), 1 - neuron_norm)
+            follow_second_moment(update, second_moment, neuron_norm)
             update = normalize_neurons(update, second_moment)
-        update = update.reshape(param.shape)
-        exact = param if remainder is None else join(param, remainder)
-        if cautious:
-            exact.copy_(torch.where(opposed(update, exact), exact, exact * decay))
-        else:
-            exact.mul_(decay)
         scale = scale_tall if block.is_tall else scale_wide
-        if isinstance(scale, Tensor):
-            exact.add_(update * scale)
-        else:
-            exact.add_(update, alpha=scale)
-        if remainder is not None:
-            split_off(exact, param, remainder)
+        add_update(block.tensors, update.reshape(block.tensors.param.shape), decay, scale, cautious=cautious)
+
+
+def add_update(
+    tensors: Tensors, update: Tensor, decay: float | Tensor, scale: float | Tensor, *, cautious: bool
+) -> None:
+    """param ← decay param + scale update, element by element; see ``apply``."""
+    param, remainder = tensors.param, tensors.remainder
+    exact = param if remainder is None else join(param, remainder)
+    if cautious:
+        exact.copy_(torch.where(opposed(update, exact), exact, exact * decay))
+    else:
+        exact.mul_(decay)
+    if isinstance(scale, Tensor):
+        exact.add_(update * scale)
+    else:
+        exact.add_(update, alpha=scale)
+    if remainder is not None:
+        split_off(exact, param, remainder)
 
 
 def opposed(update: Tensor, param: Tensor) -> Tensor:
@@ -230,10 +236,25 @@ def opposed(update: Tensor, param: Tensor) -> Tensor:
 
 def normalize_neurons(update: Tensor, second_moment: Tensor) -> Tensor:
     """The update (batch, rows, cols) with each row over the root of its second moment, and its norm as before."""
-    update = update.to(second_moment.dtype)
-    even = update / (second_moment.sqrt() + NEURON_EPS)
-    norm, new_norm = (torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True) for matrix in (update, even))
-    return even.mul_(norm / (new_norm + NEURON_EPS))
+    return even_out(update, second_moment).mul_(neuron_ratio(update, second_moment))
+
+
+def follow_second_moment(update: Tensor, second_moment: Tensor, beta: float) -> None:
+    """second moment (..., rows, 1) ← beta second moment + (1 - beta) mean square of each row of the update."""
+    second_moment.lerp_(update.to(second_moment.dtype).square().mean(-1, keepdim=True), 1 - beta)
+
+
+def even_out(update: Tensor, second_moment: Tensor) -> Tensor:
+    """Each row of the update over the root of its second moment."""
+    return update.to(second_moment.dtype) / (second_moment.sqrt() + NEURON_EPS)
+
+
+def neuron_ratio(update: Tensor, second_moment: Tensor) -> Tensor:
+    """What gives the update its norm back once it is even, (..., 1, 1)."""
+    wholes = (update.to(second_moment.dtype), even_out(update, second_moment))
+    norm, new_norm = (torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True) for matrix in wholes)
+    ratio: Tensor = norm / (new_norm + NEURON_EPS)
+    return ratio
 
 
 def normalize(G: Tensor, X: Tensor, eps: float) -> None:

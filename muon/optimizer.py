@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from muon.adamw import adamw_step, number, step_device
-from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks, rows_of
+from muon.distributed import Engine
+from muon.dtensors import gradient, zeros_like_rows
+from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks
 from muon.metrics import adamw_metrics, muon_metrics, read
 from muon.newton_schulz import (
     DEFAULT_WORKSPACE,
@@ -26,6 +28,8 @@ from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
 from muon.rounding import remainder_of
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from muon.plan import Plan
 
 AdjustLR: TypeAlias = (
@@ -99,6 +103,12 @@ class Muon(Optimizer):
             equal sides together. In AdamW groups as in ``torch.optim.AdamW``; there ``None`` means fused.
         capturable: the step may be captured in a CUDA graph, after one outside of it. Learning rates that are tensors
             on the GPU are read when the graph is replayed; the rest, addresses of gradients included, is fixed.
+        distributed_group: ranks that have the same plain parameters and gradients at every step, as those of
+            DistributedDataParallel do (``torch.distributed.group.WORLD``): matrices are dealt out among them, each is
+            orthogonalised once, and all get the result. All of them must call ``step``. ``None``: each rank does all of
+            its own, because a parameter doesn't say whether it is the same elsewhere. Parameters that are DTensors
+            (``fully_shard``, tensor parallelism) need no such word: their mesh says it all. Not an option of groups; a
+            copied or unpickled optimizer has none.
 
     Raises:
         ValueError: an option out of range, or a 0-D or 1-D parameter in a Muon group.
@@ -142,6 +152,7 @@ class Muon(Optimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        distributed_group: "ProcessGroup | None" = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -167,6 +178,7 @@ class Muon(Optimizer):
         }
         # Not a default: torch's schedulers would take it for the momentum to cycle.
         self._betas = betas
+        self._engine = Engine(distributed_group)
         _check_options({**defaults, "betas": betas})
         self._plans: dict[tuple[int, torch.device], dict[object, Plan]] = {}
         self._captured: list[Plan] = []  # whose tables callers' graphs read
@@ -196,6 +208,7 @@ class Muon(Optimizer):
         super().__setstate__(state)
         self._plans = {}
         self.__dict__.setdefault("_captured", [])
+        self.__dict__.setdefault("_engine", Engine())
         self.__dict__.setdefault("_betas", (0.9, 0.999))
         for index, group in enumerate(self.param_groups):
             old = before[index] if index < len(before) else {}
@@ -248,8 +261,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        present = self._present()
         for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None]
+            params = present[index]
             if not params:
                 continue
             if params[0].is_cuda and torch.cuda.is_current_stream_capturing() and not group["capturable"]:
@@ -287,8 +301,9 @@ class Muon(Optimizer):
             ['0/gradient_norm', '0/momentum_norm', '0/orthogonality_error', '0/update_rms']
         """
         found: dict[str, Tensor] = {}
+        present = self._present()
         for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None and self.state.get(p)]
+            params = [p for p in present[index] if self.state.get(p)]
             if not params:
                 continue
             if group["algorithm"] == "muon":
@@ -299,6 +314,14 @@ class Muon(Optimizer):
             found |= {f"{group.get('name', index)}/{name}": value for name, value in metrics.items()}
         return read(found)
 
+    def _present(self) -> list[list[Tensor]]:
+        """The parameters to step, group by group: of Muon's those that have a gradient on every rank that has them."""
+        agreed = self._engine.agreed([p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"]])
+        return [
+            [p for p in g["params"] if p.grad is not None and (g["algorithm"] != "muon" or id(p) in agreed)]
+            for g in self.param_groups
+        ]
+
     def _muon_step(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
             if torch.is_complex(p):
@@ -307,6 +330,9 @@ class Muon(Optimizer):
                 raise RuntimeError("Muon does not support sparse gradients")
         tensors = [self._tensors(p, group) for p in params]
         scalars = {"lr": number(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+        tensors, shared = self._engine.divide(tensors, group["matrix"])
+        for layout, part in shared.items():
+            self._engine.step(part, layout, **scalars, **_planned(_options(group)))
         for device, part in _by_device(tensors, group["foreach"] is not False and _is_row_major(group)).items():
             if device is None:
                 muon(part, **scalars, **_options(group))
@@ -316,17 +342,14 @@ class Muon(Optimizer):
 
     def _tensors(self, p: Tensor, group: dict[str, Any]) -> Tensors:
         """The parameter with its gradient and its state, which is made where it is missing."""
-        state, grad = self.state[p], p.grad
-        assert grad is not None
+        state, grad = self.state[p], gradient(p)
         dtype = group["momentum_dtype"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad, dtype=dtype, memory_format=torch.preserve_format)
         elif dtype and state["momentum_buffer"].dtype != dtype:
             state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
         if group["neuron_norm"] is not None and "neuron_second_moment" not in state:
-            rows = rows_of(p.detach(), group["matrix"])
-            dtype = torch.promote_types(p.dtype, torch.float32)
-            state["neuron_second_moment"] = torch.zeros_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+            state["neuron_second_moment"] = zeros_like_rows(p, group["matrix"])
         second_moment = None if group["neuron_norm"] is None else state["neuron_second_moment"]
         return Tensors(p, grad, state["momentum_buffer"], second_moment, remainder_of(p, state, group))
 
@@ -343,13 +366,10 @@ class Muon(Optimizer):
         if plan is None and capturing:
             raise RuntimeError(STEP_FIRST)
         if plan is None:
-            steps = schedule(options.pop("ns_coefficients"), options.pop("ns_steps"))
-            factor = functools.partial(lr_factor, options.pop("adjust_lr_fn"))
+            options = _planned(options)
             if options["matrix"] == "transposed":  # the iteration doesn't care which side is which, the factor does
-                options["matrix"], factor = "batch", functools.partial(_transposed, factor)
-            cautious = options.pop("weight_decay_mode") == "cautious"
-            del options["foreach"]
-            plan = Plan(tensors, steps, factor, cautious=cautious, **options)
+                options |= {"matrix": "batch", "lr_factor": functools.partial(_transposed, options["lr_factor"])}
+            plan = Plan(tensors, **options)
         plans[key] = plan  # the latest comes last
         if len(plans) > MOST_PLANS:
             del plans[next(iter(plans))]
@@ -391,6 +411,15 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
         "neuron_norm", "workspace", "maximize", "foreach",
     )  # fmt: skip
     return {name: group[name] for name in names}
+
+
+def _planned(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as plans take them: what to compute in place of what it is called."""
+    options = {name: value for name, value in options.items() if name != "foreach"}
+    options["steps"] = schedule(options.pop("ns_coefficients"), options.pop("ns_steps"))
+    options["lr_factor"] = functools.partial(lr_factor, options.pop("adjust_lr_fn"))
+    options["cautious"] = options.pop("weight_decay_mode") == "cautious"
+    return options
 
 
 def muon(
@@ -485,9 +514,14 @@ def _check_parameters(group: dict[str, Any]) -> None:
         return
     names: Sequence[str] = group.get("param_names") or [f"number {i}" for i in range(len(group["params"]))]
     for name, p in zip(names, group["params"], strict=True):
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"Muon needs matrices but FullyShardedDataParallel has flattened the parameter {name}: shard the model "
+                "with torch.distributed.fsdp.fully_shard instead."
+            )
         if p.ndim < 2:
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()} (parameter "
                 f"{name}; 3D to 5D are supported too). Put it into a group with algorithm='adamw'."
             )
-        row_blocks(p, group["matrix"], group["split"])
+        row_blocks(torch.empty(p.shape, device="meta"), group["matrix"], group["split"])

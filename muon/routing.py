@@ -12,7 +12,7 @@ from muon.optimizer import Muon
 
 Override = str | dict[str, Any]
 
-OPTIONS = {"algorithm", *inspect.signature(Muon).parameters} - {"params"}
+OPTIONS = {"algorithm", *inspect.signature(Muon).parameters} - {"params", "distributed_group"}
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS)

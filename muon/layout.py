@@ -1,0 +1,311 @@
+"""Where ranks hold what of each matrix, who orthogonalises it, and which matrices go together: all by shapes alone."""
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muon.matrices import MatrixMode, Split, Tensors, row_blocks
+from muon.newton_schulz import Iteration, memory, pick_dtype, pick_iteration, uses_triton
+from muon.polynomials import Triple
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+IN_FLIGHT = 4  # buckets, one in each stage of a step
+
+
+class Layout:
+    """Where the ranks of a mesh hold what of a parameter.
+
+    ``cuts`` are mesh dimensions as (dimension of the mesh, of the tensor, split factor), in the order of the mesh. A
+    shard group's ranks and a replica group's are numbered in the order of their coordinates, which is that of ranks.
+    """
+
+    def __init__(self, sizes: Sequence[int], coordinate: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> None:
+        self.sizes, self.cuts = tuple(sizes), tuple(cuts)
+        cut = {cut[0] for cut in cuts}
+        self.shards = list(itertools.product(*(range(n) if d in cut else (0,) for d, n in enumerate(sizes))))
+        replicas = list(itertools.product(*((0,) if d in cut else range(n) for d, n in enumerate(sizes))))
+        self.shard = self.shards.index(tuple(c if d in cut else 0 for d, c in enumerate(coordinate)))
+        self.replica = replicas.index(tuple(0 if d in cut else c for d, c in enumerate(coordinate)))
+        self.replicas = len(replicas)
+        self.shard_group: ProcessGroup | None = None
+        self.replica_group: ProcessGroup | None = None
+
+    def held(self, shape: Sequence[int], dim: int, shard: int) -> Sequence[int]:
+        """Indices along a dimension that a shard has, in ascending order."""
+        indices: Sequence[int] = range(shape[dim])
+        for mesh_dim, cut_dim, factor in self.cuts:
+            if cut_dim % len(shape) == dim:
+                part = (self.shards[shard][mesh_dim], self.sizes[mesh_dim])
+                pieces = [_chunk(_chunk(indices, i, factor), *part) for i in range(factor)]
+                indices = pieces[0] if factor == 1 else list(itertools.chain(*pieces))
+        return indices
+
+
+def _chunk(indices: Sequence[int], part: int, parts: int) -> Sequence[int]:
+    """As ``torch.chunk`` cuts, which leaves the last parts shorter or empty."""
+    length = -(-len(indices) // parts)
+    return indices[part * length : (part + 1) * length]
+
+
+def layout_of_mesh(mesh: "DeviceMesh", placements: Sequence[Any]) -> Layout:
+    sizes = tuple(mesh.mesh.shape)
+    ranks = mesh.mesh.flatten().tolist()
+    if any(placement.is_partial() for placement in placements):
+        raise NotImplementedError(f"Muon can't update a parameter whose placement is partial: {tuple(placements)}")
+    if ranks != sorted(ranks):
+        raise NotImplementedError(f"Muon needs a mesh whose ranks ascend but has: {mesh.mesh.tolist()}")
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [
+        (d, placement.dim, getattr(placement, "split_factor", 1))
+        for d, placement in enumerate(placements)
+        if hasattr(placement, "dim") and sizes[d] > 1
+    ]
+    layout = Layout(sizes, coordinate, cuts)
+    cut = [d for d, _, _ in cuts]
+    layout.shard_group = _group(mesh, cut)
+    layout.replica_group = _group(mesh, [d for d, size in enumerate(sizes) if d not in cut and size > 1])
+    return layout
+
+
+def _group(mesh: "DeviceMesh", dims: Sequence[int]) -> "ProcessGroup | None":
+    """Of the ranks that differ from this one in these dimensions of the mesh."""
+    if not dims:
+        return None
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    coordinate: Any = mesh.get_coordinate()
+    index = tuple(slice(None) if d in dims else c for d, c in enumerate(coordinate))
+    ranks = mesh.mesh[index].flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+class Region(NamedTuple):
+    """Rows and columns of a matrix that one shard holds, as an index, and how many."""
+
+    rows: slice | Tensor
+    cols: slice | Tensor
+    shape: tuple[int, int]
+
+    def of(self, matrix: Tensor, width: int | None = None) -> Any:
+        """The index of the region in a (rows, cols) matrix, or of its rows in a table."""
+        rows, cols = (x.to(matrix.device) if isinstance(x, Tensor) else x for x in (self.rows, self.cols))
+        if width is not None:
+            return rows
+        return (rows[:, None], cols) if isinstance(rows, Tensor) and isinstance(cols, Tensor) else (rows, cols)
+
+    def numel(self, width: int | None = None) -> int:
+        """Elements of the matrix, or of a table of ``width`` numbers a row."""
+        return self.shape[0] * (self.shape[1] if width is None else width)
+
+
+def _region(rows: Sequence[int], cols: Sequence[int]) -> Region:
+    return Region(_index(rows), _index(cols), (len(rows), len(cols)))
+
+
+def _index(indices: Sequence[int]) -> slice | Tensor:
+    if not indices:
+        return slice(0, 0)
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return slice(indices[0], indices[-1] + 1)
+    return torch.tensor(list(indices), device="cpu")
+
+
+@dataclass
+class Matrix:
+    """One matrix of the ``index``-th parameter: who holds what of it, and where this rank's part lies in its shard."""
+
+    index: int
+    rows: int
+    cols: int
+    regions: list[Region]  # of each shard
+    place: tuple[Any, ...]  # this rank's part of the local tensor
+    is_transposed: bool
+    owner: tuple[int, int] = (0, 0)  # its replica and shard
+
+    @property
+    def is_tall(self) -> bool:
+        return self.rows > self.cols
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return min(self.rows, self.cols), max(self.rows, self.cols)
+
+    def holder(self) -> int | None:
+        """The shard that holds it whole, if nobody else has even one of its rows."""
+        has_rows = [s for s, region in enumerate(self.regions) if region.shape[0]]
+        is_whole = len(has_rows) == 1 and self.regions[has_rows[0]].shape == (self.rows, self.cols)
+        return has_rows[0] if is_whole else None
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a local tensor, rows first."""
+        return (tensor.mT if self.is_transposed else tensor)[self.place]
+
+    def oriented(self, wide: Tensor) -> Tensor:
+        """(rows, cols) of the bucket's (n, m)."""
+        return wide.mT if self.is_tall else wide
+
+
+def matrices_of(
+    index: int, shape: Sequence[int], layout: Layout, matrix: MatrixMode, split: Split, local_shape: Sequence[int]
+) -> list[Matrix]:
+    """The matrices of a parameter, cut as ``muon.matrices.row_blocks`` cuts the whole of it."""
+    dims = list(range(len(shape)))
+    held = [[layout.held(shape, d, s) for d in dims] for s in range(len(layout.shards))]
+    if [len(indices) for indices in held[layout.shard]] != list(local_shape):
+        raise NotImplementedError(f"Muon can't tell which part of a {tuple(shape)} parameter the ranks hold")
+    if matrix == "transposed":
+        dims[-2:] = dims[:-3:-1]
+    is_batch = len(shape) <= 3 if matrix is None else matrix != "flatten"
+    lead, row_dim, col_dims = (dims[:-2], dims[-2], dims[-1:]) if is_batch else ([], dims[0], dims[1:])
+    cols = [_flattened([shape[d] for d in col_dims], [own[d] for d in col_dims]) for own in held]
+    whole = torch.empty(tuple(shape), device="meta")
+    sizes = [rows for _, (_, rows, _) in row_blocks(whole, matrix, split)]
+    sizes *= shape[row_dim] // sum(sizes) if sizes and sum(sizes) else 1  # equal blocks come as one view
+    found = []
+    for at in itertools.product(*(range(shape[d]) for d in lead)):
+        has = [all(_contains(own[d], i) for d, i in zip(lead, at, strict=True)) for own in held]
+        start = 0
+        for size in sizes:
+            spans = [_span(own[row_dim], start, start + size) if has[s] else (0, 0) for s, own in enumerate(held)]
+            regions = [
+                _region([i - start for i in own[row_dim][slice(*span)]], cols[s])
+                for s, (own, span) in enumerate(zip(held, spans, strict=True))
+            ]
+            own, span = held[layout.shard], spans[layout.shard]
+            inside = has[layout.shard]
+            place = tuple(bisect_left(own[d], i) for d, i in zip(lead, at, strict=True)) if inside else ()
+            width = math.prod(shape[d] for d in col_dims)
+            found.append(Matrix(index, size, width, regions, (*place, slice(*span)), matrix == "transposed"))
+            start += size
+    return found
+
+
+def _flattened(shape: Sequence[int], held: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Indices of the flattened dimensions."""
+    indices: Sequence[int] = held[0]
+    for size, more in zip(shape[1:], held[1:], strict=True):
+        indices = [i * size + j for i in indices for j in more]
+    return indices
+
+
+def _contains(indices: Sequence[int], index: int) -> bool:
+    at = bisect_left(indices, index)
+    return at < len(indices) and indices[at] == index
+
+
+def _span(indices: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    return bisect_left(indices, start), bisect_left(indices, stop)
+
+
+def deal(matrices: Sequence[Matrix], replicas: int, shards: int) -> list[list[int]]:
+    """Choose the owners: the costliest matrix first, to whoever has least to do; whole matrices stay with a holder.
+
+    Returns each rank's cost, n² m summed, by replica and shard.
+    """
+    loads = [[0] * shards for _ in range(replicas)]
+    for found in sorted(matrices, key=_cost, reverse=True):
+        holder = found.holder()
+        candidates = range(shards) if holder is None else (holder,)
+        _, replica, shard = min((loads[r][s], r, s) for r in range(replicas) for s in candidates)
+        found.owner = replica, shard
+        loads[replica][shard] += _cost(found)
+    return loads
+
+
+def _cost(matrix: Matrix) -> int:
+    n, m = matrix.sides
+    return n * n * m
+
+
+@dataclass
+class Bucket:
+    """Matrices of equal sides and dtypes that are dealt with together."""
+
+    sides: tuple[int, int]
+    iteration: Iteration
+    dtype: torch.dtype  # of the iteration
+    matrices: list[Matrix] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)  # parameters that no bucket before has
+
+    def finish(self, layout: Layout, seen: set[int]) -> None:
+        """What follows from the matrices, once all are there."""
+        self.matrices.sort(key=lambda matrix: matrix.owner)  # stable
+        self.fresh = sorted({matrix.index for matrix in self.matrices} - seen)
+        seen.update(self.fresh)
+        self.of_replica = [[m for m in self.matrices if m.owner[0] == r] for r in range(layout.replicas)]
+        self.mine = self.of_replica[layout.replica]  # whose owner is in this rank's shard group
+        self.own = [matrix for matrix in self.mine if matrix.owner[1] == layout.shard]
+        self.is_exchanged = any(matrix.holder() is None for matrix in self.matrices)
+
+
+class Deal:
+    """The buckets of some parameters of one layout, with their owners."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensors],
+        shapes: Sequence[Sequence[int]],
+        layout: Layout,
+        steps: Sequence[Triple],
+        matrix: MatrixMode,
+        split: Split,
+        workspace: int,
+    ) -> None:
+        matrices = [
+            found
+            for index, (whole, shape) in enumerate(zip(tensors, shapes, strict=True))
+            if 0 not in shape
+            for found in matrices_of(index, shape, layout, matrix, split, whole.param.shape)
+        ]
+        self.loads = deal(matrices, layout.replicas, len(layout.shards))
+        alike: dict[object, list[Matrix]] = {}
+        for found in matrices:
+            dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[found.index])
+            alike.setdefault((found.sides, tensors[found.index].param.device, dtypes), []).append(found)
+        self.buckets: list[Bucket] = []
+        for some in alike.values():
+            self.buckets += _cut(some, tensors[some[0].index], layout, steps, workspace // IN_FLIGHT)
+        seen: set[int] = set()
+        for bucket in self.buckets:
+            bucket.finish(layout, seen)
+
+
+def _cut(
+    matrices: Sequence[Matrix], tensors: Tensors, layout: Layout, steps: Sequence[Triple], workspace: int
+) -> Iterator[Bucket]:
+    """Buckets in which each rank has about as much to do, and that stay within the workspace, or hold a matrix a rank.
+
+    Against the workspace count what an owner holds of each of its matrices, and the parts that every rank gets.
+    """
+    (n, m), param = matrices[0].sides, tensors.param
+    iteration = pick_iteration("auto", steps, n, m, None, uses_triton("auto", param))
+    dtype = pick_dtype(iteration, param.dtype, param.device)
+    widest = torch.promote_types(torch.promote_types(param.dtype, tensors.momentum.dtype), torch.float32).itemsize
+    own_bytes = memory(iteration, n, m, dtype) + 4 * n * m * widest
+    part_bytes = 3 * max(max(region.numel() for region in matrix.regions) for matrix in matrices) * widest
+    turns: dict[tuple[int, int], int] = {}
+    ordered = []
+    for matrix in matrices:
+        turn = turns[matrix.owner] = turns.get(matrix.owner, -1) + 1
+        ordered.append((turn, matrix.owner, matrix))
+    bucket, first_turn = Bucket((n, m), iteration, dtype), 0
+    for turn, _, matrix in sorted(ordered, key=lambda entry: entry[:2]):
+        needed = (turn - first_turn + 1) * own_bytes + (len(bucket.matrices) + 1) * part_bytes
+        if bucket.matrices and needed > workspace:
+            yield bucket
+            bucket, first_turn = Bucket((n, m), iteration, dtype), turn
+        bucket.matrices.append(matrix)
+    yield bucket

@@ -1,0 +1,290 @@
+"""What every rank of one spawn checks, by name; the tests ask for the outcomes."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import SHAPES, Bag, gradients, make_optimizer, parameters, train
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from muon import Muon
+
+CHECKS: dict[str, Callable[[int], None]] = {}
+STEPS = 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {
+        "neuron_norm": 0.9,
+        "weight_decay_mode": "cautious",
+        "maximize": True,
+        "workspace": 1,  # a matrix a rank in each bucket
+        "adjust_lr_fn": "match_rms_adamw",
+    },
+    "momentum alone": {"nesterov": False, "neuron_norm": 0.9, "lr": torch.tensor(0.03)},
+}
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks(rank: int, names: Sequence[str]) -> list[str]:
+    """The names of those that passed, up to the first that failed, with what went wrong after it."""
+    passed: list[str] = []
+    for name in names:
+        try:
+            CHECKS[name](rank)
+        except Exception as error:
+            return [*passed, f"{name}: {error}\n{traceback.format_exc()}"]
+        passed.append(name)
+    return passed
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # which gloo doesn't gather
+    return wide.full_tensor().to(tensor.dtype)
+
+
+def alone(dtype: torch.dtype = torch.float32, steps=range(STEPS), **options):
+    """The same training by one process."""
+    params = {name: Parameter(tensor) for name, tensor in parameters(SHAPES, dtype).items()}
+    optimizer = make_optimizer(params, **options)
+    train(params, optimizer, steps)
+    return params, optimizer
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Bitwise but for sums of other lengths inside products of matrices."""
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6, msg=lambda text: f"{name}: {text}")
+
+
+def assert_same(params, optimizer, dtype: torch.dtype = torch.float32, **options) -> None:
+    expected, reference = alone(dtype, **options)
+    for name, p in expected.items():
+        assert_close(whole(params[name].detach()), p.detach(), name)
+        for key, value in reference.state[p].items():
+            found = optimizer.state[params[name]][key]
+            assert whole(found).shape == value.shape and found.dtype == value.dtype, (name, key)
+            assert_close(whole(found), value, f"{name}, {key}")
+
+
+def assert_trains_the_same(make: Callable[[], dict[str, torch.Tensor]], place, group=None) -> None:
+    for options in OPTIONS.values():
+        params = make()
+        optimizer = make_optimizer(params, group, **options)
+        train(params, optimizer, range(STEPS), place(params))
+        assert_same(params, optimizer, **options)
+    for options in ({"bf16_remainder": True}, {"momentum_dtype": torch.float32}):
+        params = make(torch.bfloat16)
+        optimizer = make_optimizer(params, group, **options)
+        train(params, optimizer, range(STEPS), place(params))
+        assert_same(params, optimizer, torch.bfloat16, **options)
+
+
+def as_param(params):
+    """A gradient distributed as its parameter is."""
+
+    def place(name: str, grad: torch.Tensor) -> torch.Tensor:
+        p = params[name]
+        return distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+
+    return place
+
+
+def as_it_is(params):
+    return lambda name, grad: grad
+
+
+def sharded(mesh: DeviceMesh):
+    def make(dtype: torch.dtype = torch.float32):
+        return dict(fully_shard(Bag(parameters(SHAPES, dtype)), mesh=mesh).named_parameters())
+
+    return make
+
+
+def placed(mesh: DeviceMesh, placements_of):
+    def make(dtype: torch.dtype = torch.float32):
+        return {
+            name: Parameter(distribute_tensor(tensor, mesh, placements_of(tensor), src_data_rank=None))
+            for name, tensor in parameters(SHAPES, dtype).items()
+        }
+
+    return make
+
+
+@check
+def ddp(rank: int) -> None:
+    def make(dtype: torch.dtype = torch.float32):
+        return {name: Parameter(tensor) for name, tensor in parameters(SHAPES, dtype).items()}
+
+    assert_trains_the_same(make, as_it_is, dist.group.WORLD)
+
+
+@check
+def fsdp_on_four_ranks(rank: int) -> None:
+    assert_trains_the_same(sharded(init_device_mesh("cpu", (4,))), as_param)
+
+
+@check
+def fsdp_on_three_ranks(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    if rank < 3:
+        assert_trains_the_same(sharded(mesh), as_param)
+
+
+@check
+def hsdp(rank: int) -> None:
+    assert_trains_the_same(sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))), as_param)
+
+
+@check
+def column_parallel(rank: int) -> None:
+    assert_trains_the_same(placed(init_device_mesh("cpu", (4,)), lambda tensor: [Shard(0)]), as_param)
+
+
+@check
+def row_parallel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    assert_trains_the_same(placed(mesh, lambda tensor: [Shard(tensor.ndim - 1)]), as_param)
+
+
+@check
+def two_ways_at_once(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert_trains_the_same(placed(mesh, lambda tensor: [Shard(0), Shard(tensor.ndim - 1)]), as_param)
+
+
+@check
+def replicated_on_a_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert_trains_the_same(placed(mesh, lambda tensor: [Replicate(), Replicate()]), as_param)
+
+
+@check
+def sharded_experts_of_replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert_trains_the_same(placed(mesh, lambda tensor: [Shard(0), Replicate()]), as_param)
+
+
+@check
+def data_parallel_model(rank: int) -> None:
+    """A model and its gradients as DistributedDataParallel has them, on each rank's part of the batch."""
+    model, reference = network(), network()
+    parallel = DistributedDataParallel(model)
+    inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    optimizers = Muon(matrices(model), lr=0.05, distributed_group=dist.group.WORLD), Muon(matrices(reference), lr=0.05)
+    for _ in range(STEPS):
+        step(parallel, optimizers[0], inputs.chunk(4)[rank])
+        step(reference, optimizers[1], inputs)
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(found, expected, "weight")
+    state, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    assert state.keys() == expected.keys()
+    for index in state:
+        assert_close(state[index]["momentum_buffer"], expected[index]["momentum_buffer"], "momentum")
+
+
+@check
+def tensor_parallel_and_sharded_model(rank: int) -> None:
+    """Column- and row-parallel layers, then ``fully_shard``, whose placements are strided."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model, reference = network(), network()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    placements = [str(p.placements) for p in model.parameters()]
+    assert any("StridedShard" in text for text in placements), placements
+    inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    optimizers = [Muon(matrices(m), lr=0.05, neuron_norm=0.9) for m in (model, reference)]
+    for _ in range(STEPS):
+        step(model, optimizers[0], inputs.chunk(2)[mesh.get_coordinate()[0]])
+        step(reference, optimizers[1], inputs)
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(whole(found), expected, "weight")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False))
+
+
+def matrices(model: nn.Module) -> list[dict[str, Any]]:
+    first, second = model.parameters()
+    return [{"params": [first], "split": (6, 10)}, {"params": [second]}]
+
+
+def step(model: nn.Module, optimizer: Muon, inputs: torch.Tensor) -> None:
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@check
+def gradients_that_some_ranks_lack(rank: int) -> None:
+    """A gradient that is None on one rank updates nobody; afterwards all go on as if that step had not been."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    makes = [
+        (dist.group.WORLD, lambda: {name: Parameter(tensor) for name, tensor in parameters(SHAPES).items()}, as_it_is),
+        (None, sharded(init_device_mesh("cpu", (4,))), as_param),
+        (None, placed(mesh, lambda tensor: [Replicate(), Shard(0)]), as_param),
+    ]
+    missing = {"wide": 2, "qkv": 0, "column": 3, "gates": 1}
+    expected = {name: Parameter(tensor) for name, tensor in parameters(SHAPES).items()}
+    reference = make_optimizer(expected)
+    for turn in range(3):
+        for name, grad in gradients(SHAPES, turn).items():
+            expected[name].grad = None if turn == 1 and name in missing else grad
+        reference.step()
+    for group, make, place in makes:
+        params = make()
+        optimizer = make_optimizer(params, group)
+        for turn in range(3):
+            for name, grad in gradients(SHAPES, turn).items():
+                is_missing = turn == 1 and missing.get(name) == rank
+                params[name].grad = None if is_missing else place(params)(name, grad)
+            optimizer.step()
+        for name, p in expected.items():
+            assert_close(whole(params[name].detach()), p.detach(), name)
+
+
+@check
+def gradients_that_all_ranks_lack(rank: int) -> None:
+    params = sharded(init_device_mesh("cpu", (4,)))()
+    optimizer = make_optimizer(params)
+    before = {name: whole(p.detach()).clone() for name, p in params.items()}
+    optimizer.step()
+    assert not optimizer.state
+    for name, p in params.items():
+        assert torch.equal(whole(p.detach()), before[name])
+
+
+@check
+def partial_gradients(rank: int) -> None:
+    """Gradients that are yet to be summed, as those of replicated parameters may be."""
+    mesh = init_device_mesh("cpu", (4,))
+    params = placed(mesh, lambda tensor: [Replicate()])()
+    optimizer = make_optimizer(params)
+
+    def part(name: str, grad: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(grad / 4, mesh, [Partial()], run_check=False)
+
+    train(params, optimizer, range(STEPS), part)
+    assert_same(params, optimizer)
+
+
+@check
+def mesh_whose_ranks_descend(rank: int) -> None:
+    params = placed(DeviceMesh("cpu", [3, 2, 1, 0]), lambda tensor: [Shard(0)])()
+    with pytest.raises(NotImplementedError, match="ascend"):
+        train(params, make_optimizer(params), range(1), as_param(params))

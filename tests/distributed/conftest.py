@@ -1,0 +1,6 @@
+"""The tests' own modules lie beside them; the processes that they start find them too."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
