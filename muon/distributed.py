@@ -91,7 +91,7 @@ class Engine:
             else:
                 groups = () if self.group is None else (self.group,)
             asked.setdefault(groups, []).append(p)
-        found: set[int] = set()
+        found = {id(p) for p in asked.pop((), []) if p.grad is not None}
         for groups, some in asked.items():
             present = torch.tensor([p.grad is not None for p in some], dtype=torch.uint8, device="cpu")
             for group in groups:

@@ -36,6 +36,14 @@ def gradient(p: Tensor) -> Tensor:
     return grad  # type: ignore[no-any-return]
 
 
+def distributed_like(whole: Tensor, param: Tensor) -> Tensor:
+    """Of a tensor that all ranks have whole the parts that they have of the parameter; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    p: Any = param
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+
+
 def zeros_like_rows(param: Tensor, matrix: MatrixMode) -> Tensor:
     """Zeros, in at least float32, one for each row of each matrix of the parameter, and sharded as its rows are."""
     cols = column_dims(param, matrix)

@@ -1,11 +1,12 @@
 """What a step did, computed anew from gradients and state, so that the step itself keeps no account."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from muon.dtensors import full, gradient
 from muon.matrices import Block, Tensors, buckets, normalize_neurons
 from muon.newton_schulz import orthogonalize
 
@@ -14,12 +15,9 @@ def muon_metrics(
     group: dict[str, Any], tensors: Sequence[Tensors], lr_factor: Callable[[int, int], float]
 ) -> dict[str, Tensor]:
     """Of the parameters of a Muon group that took part in the last step."""
-    blocks = [
-        block for bucket in buckets(tensors, group["matrix"], group["split"], together=False) for block in bucket.blocks
-    ]
     device = tensors[0].param.device
     updates, distance, identity = torch.zeros(2, device=device), torch.zeros((), device=device), 0
-    for block in blocks:
+    for block in _blocks(group, tensors):
         O = _orthogonalized(group, block)
         gram = O.mT @ O if block.is_tall else O @ O.mT
         n = min(block.rows, block.cols)
@@ -36,6 +34,13 @@ def muon_metrics(
         "update_rms": _on(group["lr"], device) * (updates[0] / updates[1].clamp(min=1)).sqrt(),
         "orthogonality_error": (distance / max(identity, 1)).sqrt(),
     }
+
+
+def _blocks(group: dict[str, Any], tensors: Sequence[Tensors]) -> Iterator[Block]:
+    """Of one parameter after the other: one at a time is gathered if it is sharded."""
+    for whole in tensors:
+        for bucket in buckets([whole.map(full)], group["matrix"], group["split"], together=False):
+            yield from bucket.blocks
 
 
 def _orthogonalized(group: dict[str, Any], block: Block) -> Tensor:
@@ -56,11 +61,12 @@ def adamw_metrics(
     squares = torch.zeros((), device=device)
     for p, state in zip(params, states, strict=True):
         step = state["step"].to(p.device)
-        first, second = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
+        exp_avg, exp_avg_sq = full(state["exp_avg"]), full(state["exp_avg_sq"])
+        first, second = exp_avg / (1 - beta1**step), exp_avg_sq / (1 - beta2**step)
         squares += (first / (second.sqrt() + group["adamw_eps"])).abs().float().square().sum().to(device)
     elements = sum(p.numel() for p in params)
     return {
-        "gradient_norm": _norm([p.grad for p in params if p.grad is not None]),
+        "gradient_norm": _norm([gradient(p) for p in params]),
         "momentum_norm": _norm([state["exp_avg"] for state in states]),
         "update_rms": _on(group["lr"], device) * (squares / max(elements, 1)).sqrt(),
     }
@@ -83,7 +89,7 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def _scaled_norm(tensor: Tensor) -> Tensor:
     """In float32, of any finite magnitude: the largest is divided out before squares are taken."""
-    magnitudes = tensor.abs().float()
+    magnitudes = full(tensor).abs().float()
     largest = magnitudes.amax() if tensor.numel() else magnitudes.sum()
     norm: Tensor = largest * torch.linalg.vector_norm(magnitudes / largest.masked_fill(largest == 0, 1))
     return norm

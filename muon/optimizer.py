@@ -282,8 +282,10 @@ class Muon(Optimizer):
         """What the last step did, group by group, for a logger.
 
         Nothing is recorded during a step: this computes it anew from gradients and state, at the price of about one
-        step in plain torch, and waits for the GPU once. Call it between ``step`` and ``zero_grad``. Parameters without
-        a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number or its ``"name"``:
+        step in plain torch, and waits for the GPU once. Sharded parameters are gathered, one at a time, so every rank
+        must call it, and gets the figures of the whole model. Call it between ``step`` and ``zero_grad``. Parameters
+        without a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number or its
+        ``"name"``:
 
         - ``gradient_norm`` and ``momentum_norm``: Frobenius norms over the group (AdamW: of the first moment);
         - ``update_rms``: root mean square of what was added to the parameters, without weight decay;

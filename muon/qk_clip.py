@@ -1,6 +1,8 @@
 """QK-clip: attention logits that can't explode, from "Kimi K2" (https://arxiv.org/abs/2507.20534, section 2.1)."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from muon.dtensors import distributed_like, is_dtensor, local
 
 
 class QKClip:
@@ -29,6 +33,8 @@ class QKClip:
     they are scaled alike. If it has ``reset_max_logits()``, that is called once its logits have been used: a module
     that keeps the largest over several forward passes (accumulating gradients) starts anew then.
 
+    Weights that are DTensors (``fully_shard``, tensor parallelism of whole layers) are scaled shard by shard.
+
     Nothing waits for the device. With ``torch.distributed`` initialised, one all-reduce serves all layers; every rank
     must have the same ones.
 
@@ -44,7 +50,6 @@ class QKClip:
     Raises:
         ValueError: no such module in the model, or one with QK-norm, whose logits don't depend on the scale of its
             weights; options out of range.
-        NotImplementedError: at the step, for weights that are DTensors.
 
     Example:
         >>> import torch
@@ -82,30 +87,48 @@ class QKClip:
     @torch.no_grad()
     def clip(self) -> None:
         """Scale the weights by what the modules' logits ask for; the optimizer's steps call this."""
-        weights = [module.qk_weights() for module in self.modules]
-        if any(type(query) not in (Tensor, Parameter) for query, _ in weights):
-            raise NotImplementedError(
-                "QKClip can't scale DTensors yet: what qk_weights() returns are not views of them"
-            )
-        logits = [_logits(module, query) for module, (query, _) in zip(self.modules, weights, strict=True)]
+        logits = [_logits(module) for module in self.modules]
         largest = torch.cat([x.to(logits[0].device) for x in logits])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         clipped = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clipped, self.threshold / largest, 1.0)
         self.num_clipped = clipped.sum()
-        for module, pair, x in zip(self.modules, weights, gamma.split([len(x) for x in logits]), strict=True):
-            biases = module.qk_biases() if hasattr(module, "qk_biases") else None
-            for query, key in (pair, biases) if biases is not None else (pair,):
-                _scale(query, key, x.to(query.device), self.alpha)
+        for module, x in zip(self.modules, gamma.split([len(x) for x in logits]), strict=True):
+            with _writable(module):
+                biases = module.qk_biases() if hasattr(module, "qk_biases") else None
+                for query, key in (module.qk_weights(), biases) if biases is not None else (module.qk_weights(),):
+                    _scale(query, key, x.to(query.device), self.alpha)
             if hasattr(module, "reset_max_logits"):
                 module.reset_max_logits()
 
 
-def _logits(module: Any, query: Tensor) -> Tensor:
+@contextmanager
+def _writable(module: nn.Module) -> Iterator[None]:
+    """Rows of a DTensor aren't views of it: ones stand in for it, and it is multiplied by what becomes of them.
+
+    Each rank multiplies its own shard; nothing is sent.
+    """
+    owners = [(m._parameters, n, p) for m in module.modules() for n, p in m._parameters.items() if is_dtensor(p)]
+    ones = [torch.ones(p.shape, device=local(p).device) for _, _, p in owners]  # type: ignore[union-attr, arg-type]
+    try:
+        for (owner, name, _), factors in zip(owners, ones, strict=True):
+            owner[name] = Parameter(factors, requires_grad=False)
+        yield
+    finally:
+        for owner, name, p in owners:
+            owner[name] = p
+    for (_, _, p), factors in zip(owners, ones, strict=True):
+        if p is not None:
+            local(p).mul_(local(distributed_like(factors, p)))
+
+
+def _logits(module: Any) -> Tensor:
     """The module's largest logits; -inf where it has had no forward pass."""
     if module.max_logits is None:
-        return torch.full((query.shape[0],), -torch.inf, device=query.device)
+        with _writable(module):
+            query = module.qk_weights()[0]
+            return torch.full((query.shape[0],), -torch.inf, device=query.device)
     logits: Tensor = module.max_logits.float()
     return logits
 

@@ -1,14 +1,23 @@
 """What every rank of one spawn checks, by name; the tests ask for the outcomes."""
 
+import math
+import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoints import load_checkpoint, optimizer_of_saved, saved_model, train_saved
+from helpers.allocations import Allocations
 from models import SHAPES, Bag, gradients, make_optimizer, parameters, train
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -16,7 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from muon import Muon
+from attention import SelfAttention
+from benchmarks.distributed_model import elements_of_a_reduction, elements_sent
+from muon import Muon, QKClip, distributed
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 STEPS = 3
@@ -288,3 +299,162 @@ def mesh_whose_ranks_descend(rank: int) -> None:
     params = placed(DeviceMesh("cpu", [3, 2, 1, 0]), lambda tensor: [Shard(0)])()
     with pytest.raises(NotImplementedError, match="ascend"):
         train(params, make_optimizer(params), range(1), as_param(params))
+
+
+@check
+def metrics(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    params = sharded(mesh)()
+    for group in (None, dist.group.WORLD):
+        optimizer = make_optimizer(params, group, neuron_norm=0.9)
+        train(params, optimizer, range(2), as_param(params) if group is None else as_it_is(params))
+        _, reference = alone(steps=range(2), neuron_norm=0.9)
+        found, expected = optimizer.metrics(), reference.metrics()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-6), (name, found[name], value)
+        params = {name: Parameter(tensor) for name, tensor in parameters(SHAPES).items()}
+
+
+@check
+def qk_clip(rank: int) -> None:
+    """Fused weights and biases, sharded across heads, against the same layer on one process."""
+    torch.manual_seed(0)
+    reference = SelfAttention(48, 6, 2, bias=True, max_logits=True)
+    with torch.no_grad():
+        reference.qkv.bias.normal_()
+    state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    logits = torch.tensor([50.0, 150.0, -1.0, 99.0, 1e4, math.inf])
+    for mesh in (None, init_device_mesh("cpu", (4,)), hsdp):
+        layer = SelfAttention(48, 6, 2, bias=True, max_logits=True)
+        layer.load_state_dict(state)
+        if mesh is None:
+            reference = layer
+        else:
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        clip = QKClip(layer, optimizer)
+        optimizer.step()  # before any forward pass
+        layer.max_logits = logits.clone() if rank == 2 else torch.full_like(logits, -math.inf)
+        optimizer.step()
+        assert clip.num_clipped == 2
+        for (name, found), expected in zip(layer.named_parameters(), reference.parameters(), strict=True):
+            assert_close(whole(found.detach()), expected.detach(), name)
+        assert not torch.equal(whole(layer.qkv.weight.detach()), state["qkv.weight"])
+
+
+@check
+def checkpoints(rank: int) -> None:
+    """Saved by two ranks, loaded by three; the test loads what they save into one process."""
+    folder = shared_folder()
+    for ranks, load, save, steps in ((2, None, "two", range(2)), (3, "two", "three", range(2, 4))):
+        group = dist.new_group(range(ranks))
+        mesh = DeviceMesh("cpu", list(range(ranks)))
+        if rank < ranks:
+            model = saved_model()
+            fully_shard(model, mesh=mesh)
+            optimizer = optimizer_of_saved(model)
+            if load:
+                load_checkpoint(model, optimizer, folder / load, group)
+            train_saved(model, optimizer, steps, as_param(dict(model.named_parameters())))
+            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder / save, process_group=group)
+        dist.barrier()
+
+
+def shared_folder() -> Path:
+    """The file store's, which all ranks see."""
+    return Path(os.environ["MUON_TEST_FOLDER"])
+
+
+@check
+def bytes_sent(rank: int) -> None:
+    """Counted at the collectives, to other ranks, against the model; and never more than a reduction's."""
+    even = {"wide": (8, 16), "tall": (16, 8), "other": (8, 16), "last": (16, 8)}
+    hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    fsdp = init_device_mesh("cpu", (4,))
+    makes = [(4, 1, None, dist.group.WORLD), (1, 4, fsdp, None), (2, 2, hsdp, None)]
+    for replicas, shards, mesh, group in makes:
+        for shapes in (even, {name: shape for name, shape in SHAPES.items() if len(shape) > 1 and shape[0]}):
+            model = Bag(parameters(shapes))
+            if mesh is not None:
+                fully_shard(model, mesh=mesh)
+            params = dict(model.named_parameters())
+            optimizer = make_optimizer(params, group)
+            with counted() as sent:
+                train(params, optimizer, range(1), as_it_is(params) if mesh is None else as_param(params))
+            elements = sum(math.prod(shape) for shape in shapes.values())
+            total = torch.tensor(sent["elements"])
+            dist.all_reduce(total)
+            assert 0 < total <= 4 * elements_of_a_reduction(elements, 4)
+            assert sent["bytes"] <= 2 * len(params)  # a byte in each dimension of the mesh: who has a gradient
+            if shapes is even:
+                assert sent["elements"] == elements_sent(elements, replicas, shards), (mesh, sent)
+
+
+@contextmanager
+def counted():
+    """Elements that this rank sends to others in the optimizer's collectives, and the bytes of its all-reduces."""
+    sent = {"elements": 0, "bytes": 0}
+    exchange, gather, broadcast, reduce = (
+        dist.all_to_all_single, distributed._all_gather, dist.broadcast, dist.all_reduce,
+    )  # fmt: skip
+
+    def count_exchange(out, given, by, to, group, async_op):
+        sent["elements"] += sum(to) - to[dist.get_rank(group)]
+        return exchange(out, given, by, to, group=group, async_op=async_op)
+
+    def count_gather(out, given, group, async_op):
+        sent["elements"] += given.numel() * (dist.get_world_size(group) - 1)
+        return gather(out, given, group=group, async_op=async_op)
+
+    def count_broadcast(given, group, group_src, async_op):
+        if dist.get_rank(group) == group_src:
+            sent["elements"] += given.numel() * (dist.get_world_size(group) - 1)
+        return broadcast(given, group=group, group_src=group_src, async_op=async_op)
+
+    def count_reduce(given, op, group):
+        sent["bytes"] += given.nbytes
+        return reduce(given, op, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", count_exchange)
+        patch.setattr(distributed, "_all_gather", count_gather)
+        patch.setattr(dist, "broadcast", count_broadcast)
+        patch.setattr(dist, "all_reduce", count_reduce)
+        yield sent
+
+
+@check
+def memory_of_the_gather(rank: int) -> None:
+    """Bounded by ``workspace``, in which one matrix a rank always has room."""
+    shapes = {f"matrix{i}": (32, 48) for i in range(48)}
+    one = 48 * 32 * 4
+    peaks = {}
+    for group, mesh in ((dist.group.WORLD, None), (None, init_device_mesh("cpu", (4,)))):
+        for workspace in (None, 4 * 24 * one):
+            model = Bag(parameters(shapes))
+            if mesh is not None:
+                fully_shard(model, mesh=mesh)
+            params = dict(model.named_parameters())
+            optimizer = make_optimizer(params, group, workspace=workspace, ns_steps=1)
+            place = as_it_is(params) if mesh is None else as_param(params)
+            train(params, optimizer, range(1), place)
+            for name, grad in gradients(shapes, 1).items():
+                params[name].grad = place(name, grad)
+            with Allocations() as counter:
+                optimizer.step()
+            peaks[workspace is None] = counter.peak
+        assert peaks[False] <= 4 * 24 * one + 4096, (mesh, peaks)
+        assert peaks[False] < peaks[True], (mesh, peaks)
+
+
+def die_in_a_step(rank: int) -> None:
+    """The second rank is killed while the others wait for its share."""
+    params = {name: Parameter(tensor) for name, tensor in parameters(SHAPES).items()}
+    optimizer = make_optimizer(params, dist.group.WORLD)
+    train(params, optimizer, range(1))
+    if rank == 1:
+        distributed.iterate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    train(params, optimizer, range(1, 3))
