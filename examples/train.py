@@ -3,6 +3,7 @@
     python -m examples.train                           # two minutes on a laptop's CPU
     python -m examples.train --optimizer adamw         # the same with AdamW
     python -m examples.train --data my.txt --out runs/mine
+    torchrun --nproc-per-node 2 -m examples.train      # on two processes, each with half of every batch
 
 Writes metrics.csv, loss.png, sample.txt, model.pt and config.json into the run's folder.
 """
@@ -34,6 +35,7 @@ from examples.gpt.cli import ArgumentParser, UserError, path, pick_device, posit
 from examples.gpt.logging import COLUMNS, Metrics, Row, plot
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS, Preset
+from examples.gpt.ranks import ALONE, Ranks, started
 from examples.gpt.schedule import warmup_stable_decay
 from muon import Muon, param_groups
 
@@ -87,8 +89,10 @@ def preset_with_options(args: Namespace) -> Preset:
     return preset
 
 
-def start_run(out: Path, args: Namespace, preset: Preset, device: torch.device) -> Metrics:
+def start_run(out: Path, args: Namespace, preset: Preset, device: torch.device, ranks: Ranks) -> Metrics:
     """The run's folder and its first two files: if it can't be written to, that shows before the training."""
+    if not ranks.is_first:
+        return Metrics(None)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_config(out / "config.json", args, preset, device)
@@ -103,17 +107,17 @@ def model_shape(preset: Preset, attention: str) -> dict[str, Any]:
     return {name: getattr(preset, name) for name in names} | {"attention": attention}
 
 
-def make_optimizer(model: nn.Module, preset: Preset, name: str) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, preset: Preset, name: str, ranks: Ranks = ALONE) -> torch.optim.Optimizer:
     """The hidden matrices go to Muon or to AdamW; everything else to the same AdamW in both cases.
 
-    Queries, keys and values share one weight but are three matrices to Muon.
+    Several processes share Muon's work. Queries, keys and values share one weight but are three matrices to Muon.
     """
     lr = preset.muon_lr if name == "muon" else preset.adamw_lr
     matrices = {"lr": lr, "weight_decay": preset.weight_decay}
     rest = {"lr": preset.embedding_lr, "weight_decay": 0.0, "betas": (0.9, 0.95)}
     groups = param_groups(model, muon=matrices, adamw=rest, overrides={"*.qkv.weight": {"split": 3}})
     if name == "muon":
-        return Muon(groups)
+        return Muon(groups, distributed_group=ranks.group)
     plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
     return torch.optim.AdamW(plain, betas=(0.9, 0.95), fused=True)
 
@@ -142,11 +146,11 @@ def forward(model: nn.Module, batch: tuple[Tensor, Tensor], dtype: str) -> Tenso
 
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: Any, preset: Preset, device: torch.device) -> float:
+def validate(model: nn.Module, tokens: Any, preset: Preset, device: torch.device, ranks: Ranks = ALONE) -> float:
     """Mean loss in nats a token over the same batches every time."""
     batches = data.validation_batches(tokens, preset.batch, preset.context, preset.eval_batches)
-    losses = [forward(model, data.to_device(batch, device), preset.dtype) for batch in batches]
-    return torch.stack(losses).mean().item()
+    losses = [forward(model, data.to_device(ranks.part(batch), device), preset.dtype) for batch in batches]
+    return ranks.mean(torch.stack(losses).mean()).item()
 
 
 def interruptible(steps: int) -> Iterator[int]:
@@ -177,29 +181,33 @@ def train(
     *,
     seed: int,
     device: torch.device,
+    ranks: Ranks,
 ) -> int:
     """Train `model`, which returns its loss; every number goes to `metrics`. Returns the steps done.
 
-    A loss that is not finite ends it with a UserError.
+    Several processes end at once on Ctrl-C, since each would finish another step. A loss that is not finite ends it
+    with a UserError.
     """
     scheduler = make_scheduler(optimizer, preset)
     done = logged = 0
     seconds, start = 0.0, time.perf_counter()
     loss_sum = torch.zeros((), device=device)  # since the last row
-    with tqdm(total=preset.steps, desc="training", dynamic_ncols=True, bar_format=BAR) as bar:
-        for step in interruptible(preset.steps):
+    hidden = not ranks.is_first
+    with tqdm(total=preset.steps, desc="training", dynamic_ncols=True, bar_format=BAR, disable=hidden) as bar:
+        for step in interruptible(preset.steps) if ranks.size == 1 else range(preset.steps):
             learning_rate = scheduler.get_last_lr()[0]
             batch = data.training_batch(corpus.train, preset.batch, preset.context, seed=seed, step=step)
-            loss_sum += train_step(model, optimizer, scheduler, data.to_device(batch, device), preset.dtype)
+            batch = data.to_device(ranks.part(batch), device)
+            loss_sum += train_step(model, optimizer, scheduler, batch, preset.dtype)
             done = step + 1
             validates = done % preset.eval_every == 0 or done == preset.steps
             if not validates and done % preset.log_every != 0:
                 continue
 
-            train_loss = loss_sum.item() / (done - logged)  # waits for the device, so the clock below is right
+            train_loss = ranks.mean(loss_sum).item() / (done - logged)  # waits for the device, for the clock's sake
             passed = time.perf_counter() - start
             seconds += passed
-            val_loss = validate(model, corpus.val, preset, device) if validates else None
+            val_loss = validate(model, corpus.val, preset, device, ranks) if validates else None
             check_finite(train_loss, done)
             check_finite(val_loss or 0.0, done)
             row = {
@@ -218,7 +226,7 @@ def train(
             logged = done
             loss_sum.zero_()
             start = time.perf_counter()
-    check_finite(loss_sum.item(), done)  # steps since the last row, if Ctrl-C ended the loop
+    check_finite(ranks.mean(loss_sum).item(), done)  # steps since the last row, if Ctrl-C ended the loop
     return done
 
 
@@ -250,12 +258,13 @@ def write_sample(model: GPT, path: Path, seed: int, device: torch.device) -> str
 
 
 def describe(
-    preset: Preset, model: GPT, optimizer: torch.optim.Optimizer, corpus: data.Data, device: torch.device
+    preset: Preset, model: GPT, optimizer: torch.optim.Optimizer, corpus: data.Data, device: torch.device, ranks: Ranks
 ) -> None:
     """What is about to be trained, on what, with what."""
     size = f"{preset.layers} layers of width {preset.width}, {preset.heads} heads, vocabulary {preset.vocab_size:,}"
     tokens = preset.batch * preset.context
-    print(f"device     {device} ({device_name(device)}), torch {torch.__version__}, {preset.dtype}")
+    processes = f"{ranks.size} processes, " * (ranks.size > 1)
+    print(f"device     {device} ({processes}{device_name(device)}), torch {torch.__version__}, {preset.dtype}")
     print(f"data       {corpus.name}: {len(corpus.train):,} bytes to train on, {len(corpus.val):,} to validate on")
     print(f"model      {count(model.parameters())}, {size}{', compiled' * preset.compile}")
     print(f"training   {preset.steps:,} steps of {preset.batch} x {preset.context} = {tokens:,} tokens")
@@ -296,20 +305,29 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The whole run; returns its summary."""
     args = parse_arguments(argv)
     preset = preset_with_options(args)
+    with started(preset.batch) as ranks:
+        return train_on(ranks, args, preset)
+
+
+def train_on(ranks: Ranks, args: Namespace, preset: Preset) -> dict[str, Any]:
+    """This process's part of the run."""
     device = pick_device(args.device)
     corpus = data.load(args.data, preset.context)
     out = args.out or Path("runs") / args.preset
-    metrics = start_run(out, args, preset, device)
+    metrics = start_run(out, args, preset, device, ranks)
     torch.manual_seed(args.seed)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
     shape = model_shape(preset, args.attention)
     model = GPT(**shape).to(device)
-    optimizer = make_optimizer(model, preset, args.optimizer)
-    describe(preset, model, optimizer, corpus, device)
+    optimizer = make_optimizer(model, preset, args.optimizer, ranks)
+    describe(preset, model, optimizer, corpus, device, ranks)
 
     compiled = torch.compile(model) if preset.compile else model
-    done = train(compiled, optimizer, corpus, preset, metrics, seed=args.seed, device=device)
+    wrapped = ranks.wrap(compiled)
+    done = train(wrapped, optimizer, corpus, preset, metrics, seed=args.seed, device=device, ranks=ranks)
+    if not ranks.is_first:
+        return {}
 
     checkpoint.save(out / "model.pt", model, shape, done)
     plot(metrics.rows, f"{args.preset}, {args.optimizer}, {args.attention} attention", out / "loss.png")

@@ -21,16 +21,20 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """The rows so far; each is in the file as soon as it is added."""
+    """The rows so far; each is in the file, if there is one, as soon as it is added."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.rows: list[Row] = []
+        if path is None:
+            return
         with path.open("w", newline="") as file:
             csv.writer(file).writerow(COLUMNS)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
+        if self.path is None:
+            return
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
 

@@ -1,0 +1,72 @@
+"""Several processes that torchrun starts: each trains on its part of every batch, and the first one writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.gpt.cli import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's number and how many there are."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.size > 1 else None
+
+    def part(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This process's sequences of inputs and targets, (batch, context) each."""
+        inputs, targets = (tensor.chunk(self.size)[self.rank] for tensor in batch)
+        return inputs, targets
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model, with gradients that are the mean over all processes."""
+        return DistributedDataParallel(model) if self.size > 1 else model
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value / self.size
+
+
+ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def started(batch: int) -> Iterator[Ranks]:
+    """The processes, connected while it lasts; all but the first print nothing."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch % size:
+        raise UserError(f"--batch {batch} is not a multiple of the {size} processes; change either")
+    if size == 1:
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    ranks = Ranks(dist.get_rank(), size)
+    with contextlib.ExitStack() as stack:
+        if not ranks.is_first:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield ranks
+        sys.stdout.flush()
+    dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""Training on two processes that torchrun starts, against one."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIZE = [
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch",
+    "8",
+    "--steps",
+    "12",
+    "--device",
+    "cpu",
+]
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_two_processes_train_to_the_loss_curve_of_one(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def cube_{i}(x):\n    return x * x * x + {i}\n\n" for i in range(400)))
+    one = subprocess.run(
+        [sys.executable, "-m", "examples.train", *SIZE, "--data", str(text), "--out", str(tmp_path / "one")],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert one.returncode == 0, one.stderr
+    two = torchrun("-m", "examples.train", *SIZE, "--data", str(text), "--out", str(tmp_path / "two"))
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("validation loss") == 1  # only the first speaks
+    files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert files[0] == files[1]
+    curves = [list(csv.DictReader((tmp_path / name / "metrics.csv").open(newline=""))) for name in ("one", "two")]
+    assert len(curves[0]) == len(curves[1]) > 0
+    for expected, found in zip(*curves, strict=True):
+        for name in ("step", "tokens", "train_loss", "val_loss", "learning_rate"):
+            assert float(found[name] or 0) == pytest.approx(float(expected[name] or 0), rel=1e-4), name
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    ended = torchrun("-m", "examples.train", "--batch", "3", "--device", "cpu", "--out", str(tmp_path))
+    assert ended.returncode != 0
+    assert "--batch 3 is not a multiple of the 2 processes" in ended.stderr
