@@ -53,7 +53,7 @@ def test_torch_backend(data, causal, scale):
 
 
 # The interpreter truncates where it stores bfloat16, so that dtype is checked in tests/gpu.
-@settings(max_examples=25, deadline=None, derandomize=True, phases=PHASES)
+@settings(max_examples=15, deadline=None, derandomize=True, phases=PHASES)
 @given(data=st.data(), causal=st.booleans(), scale=scales)
 def test_triton_backend(data, causal, scale):
     dtypes = [torch.float32, torch.float16]

@@ -90,7 +90,7 @@ def test_torch_backend(data):
     check(*inputs, **options, backend="torch")
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_triton_backend(data):
     inputs, options = draw_case(data, [torch.float32, torch.float16], 80)
