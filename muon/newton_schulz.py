@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from muon.matrices import normalize
+from muon.matrices import SMALLEST_EPS, normalize
 from muon.polynomials import KELLER_JORDAN, Coefficients, Triple, schedule
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -196,6 +196,7 @@ def orthogonalize(
         raise TypeError(f"dtype should be a real floating dtype but is: {dtype!r}")
     if not eps >= 0.0:
         raise ValueError(f"eps should be >= 0 but is: {eps}")
+    eps = max(eps, SMALLEST_EPS)
     steps = schedule(ns_coefficients, ns_steps)
     use_triton = uses_triton(backend, G, dtype)
     if G.numel() == 0:

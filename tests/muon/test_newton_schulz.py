@@ -236,11 +236,12 @@ def test_a_bad_matrix_spoils_itself_only(bad, backend, method, dtype):
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_zeros_give_zeros(method, dtype, backend):
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zeros_give_zeros(method, dtype, backend, eps):
     if backend == "triton":
         pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
     zeros = torch.zeros(2, 5, 7, device="cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
-    assert torch.equal(orthogonalize(zeros, method=method, dtype=dtype, backend=backend), zeros)
+    assert torch.equal(orthogonalize(zeros, eps=eps, method=method, dtype=dtype, backend=backend), zeros)
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,7 @@ def test_one_tensor_at_a_time_is_the_same(algorithm, monkeypatch):
         ("neuron_norm", -0.1),
         ("momentum_dtype", torch.int32),
         ("momentum_dtype", "float32"),
+        ("momentum_dtype", torch.float8_e4m3fn),
         ("weight_decay_mode", None),
     ],
 )
