@@ -217,7 +217,11 @@ def orthogonalize(
 
 
 def iterate(X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: MatrixOperations) -> Tensor:
-    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1."""
+    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1, in the dtype of X under autocast too."""
+    device = X.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return iterate(X, steps, iteration, ops)
     if iteration == "small":
         return _small_iteration(X, steps, X.dtype, eps=None)
     return gram_iteration(X, steps, ops) if iteration == "gram" else standard_iteration(X, steps, ops)

@@ -288,7 +288,8 @@ class Muon(Optimizer):
         """
         found: dict[str, Tensor] = {}
         for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None and self.state.get(p)]
+            state = "momentum_buffer" if group["algorithm"] == "muon" else "exp_avg"  # which a step has left
+            params = [p for p in group["params"] if p.grad is not None and state in self.state.get(p, {})]
             if not params:
                 continue
             if group["algorithm"] == "muon":

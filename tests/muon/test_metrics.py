@@ -98,3 +98,13 @@ def test_reading_changes_nothing_and_needs_a_step_with_gradients():
         assert all(torch.equal(optimizer.state[p][name], state[p][name]) for name in state[p])
     optimizer.zero_grad()
     assert optimizer.metrics() == {}
+
+
+def test_a_group_that_has_changed_its_algorithm_has_nothing_to_tell_yet():
+    p = torch.nn.Parameter(torch.eye(4))
+    p.grad = torch.eye(4)
+    optimizer = Muon([p])
+    optimizer.step()
+    for algorithm in ("adamw", "muon"):
+        optimizer.param_groups[0]["algorithm"] = algorithm
+        assert bool(optimizer.metrics()) == (algorithm == "muon")

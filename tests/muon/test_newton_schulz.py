@@ -289,6 +289,17 @@ def test_triton_refuses_what_may_have_its_elements_elsewhere():
     assert not uses_triton("auto", G)
 
 
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_autocast_leaves_the_iteration_in_its_dtype(method):
+    """Its products were bfloat16, for Gram too, which bfloat16 is too coarse for."""
+    G = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    expected = orthogonalize(G, method=method)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(orthogonalize(G, method=method), expected)
+        assert torch.is_autocast_enabled("cpu")
+        assert orthogonalize(G.to("meta")).shape == G.shape  # which autocast doesn't know
+
+
 def test_the_result_carries_no_gradient():
     assert not orthogonalize(torch.randn(3, 3, requires_grad=True)).requires_grad
 
