@@ -22,12 +22,20 @@ def norm(tensors):
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize(
-    "options", [{}, {"neuron_norm": 0.9, "adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False, "maximize": True}]
+    "options",
+    [
+        {},
+        {"maximize": True},
+        {"neuron_norm": 0.9, "adjust_lr_fn": "match_rms_adamw"},
+        {"nesterov": False, "maximize": True},
+    ],
 )
 def test_of_a_muon_group(options, lr):
     params = parameters((8, 12), (12, 8), (2, 8, 12))
     optimizer = Muon(params, lr=lr, weight_decay=0.0, **options)
-    for _ in range(3):
+    for step in range(3):
+        for p in params:
+            p.grad = p.grad.roll(step)
         before = [p.detach().clone() for p in params]
         optimizer.step()
     found = optimizer.metrics()

@@ -101,6 +101,20 @@ def test_one_step_by_hand():
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum)
 
 
+@pytest.mark.parametrize("shape", [(64, 2), (2, 64), (40, 1)])
+@pytest.mark.parametrize("name", ["original", "match_rms_adamw", "spectral_unclamped"])
+def test_the_factor_of_long_matrices(name, shape):
+    rows, cols = shape
+    ratio = rows / cols
+    factors = {"original": max(1, ratio) ** 0.5, "spectral_unclamped": ratio**0.5}
+    expected = factors.get(name, 0.2 * max(shape) ** 0.5)
+    (p,) = parameters([shape], torch.float64)
+    before = p.detach().clone()
+    set_gradients([p], seed=1)
+    Muon([p], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn=name).step()
+    torch.testing.assert_close(p.detach() - before, -expected * truth(p.grad, KELLER_JORDAN))
+
+
 def single_updates(p, blocks, lr_factor=lambda rows, cols: math.sqrt(max(1, rows / cols))):
     """Minus the update of each block of p.grad as a matrix of its own, without momentum."""
     return [-lr_factor(*block.shape) * truth(block, KELLER_JORDAN) for block in blocks]
