@@ -203,7 +203,7 @@ def orthogonalize(
         return G.clone()
 
     rows, cols = G.shape[-2:]
-    flat = G.reshape(-1, rows, cols)
+    flat = G.resolve_neg().reshape(-1, rows, cols)  # kernels see the memory as it is
     batch, n, m = len(flat), min(rows, cols), max(rows, cols)
     iteration = pick_iteration(method, steps, n, m, dtype, use_triton)
     dtype = dtype or pick_dtype(iteration, G.dtype, G.device)

@@ -211,7 +211,7 @@ def _places(block: Block, whole: Tensors) -> list[list[int]]:
 
 
 def suits(tensors: Tensors) -> bool:
-    """Whether the kernels can reach these: plain, contiguous, of a 16-bit or 32-bit dtype, on one device.
+    """Whether the kernels can reach these: plain, contiguous, of the dtypes that they take, on one device.
 
     A subclass, such as a DTensor, may have its elements elsewhere.
     """
@@ -221,8 +221,13 @@ def suits(tensors: Tensors) -> bool:
             continue
         if type(tensor) not in (Tensor, Parameter) or not tensor.is_contiguous() or tensor.device != device:
             return False
+        if tensor.is_neg():  # its memory holds the negative
+            return False
+    second_moment, remainder = tensors.neuron_second_moment, tensors.remainder
     return (
         tensors.param.dtype in stages.DTYPES
         and tensors.grad.dtype in stages.DTYPES
         and tensors.momentum.dtype in stages.DTYPES
+        and (second_moment is None or second_moment.dtype == torch.float32)
+        and (remainder is None or remainder.dtype == torch.int16)
     )

@@ -300,6 +300,15 @@ def test_triton_refuses_what_may_have_its_elements_elsewhere():
     assert not uses_triton("auto", G)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_is_to_be_negated_when_read(backend):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    G = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    G = G.to("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+    assert torch.equal(orthogonalize(torch._neg_view(G), backend=backend), -orthogonalize(G, backend=backend))
+
+
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_autocast_leaves_the_iteration_in_its_dtype(method):
     """Its products were bfloat16, for Gram too, which bfloat16 is too coarse for."""

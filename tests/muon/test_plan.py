@@ -239,6 +239,22 @@ def test_what_does_not_suit(layout):
     assert not suits(Tensors(p, p, other)) and not suits(Tensors(other, p, p))
 
 
+def test_state_of_other_dtypes_does_not_suit():
+    """A checkpoint brings it, of a float64 run for example; kernels take second moments for float32."""
+    p = randn((20, 30), 0).bfloat16()
+    rows, remainder = randn((20, 1), 1), torch.zeros_like(p, dtype=torch.int16)
+    assert suits(Tensors(p, p, p, rows, remainder))
+    assert not suits(Tensors(p, p, p, rows.double(), remainder))
+    assert not suits(Tensors(p, p, p, rows.bfloat16(), remainder))
+    assert not suits(Tensors(p, p, p, rows, remainder.int()))
+
+
+def test_what_is_to_be_negated_when_read_does_not_suit():
+    """As the imaginary part of a conjugate is: its memory holds the negative."""
+    p = randn((20, 30), 0)
+    assert not suits(Tensors(p, torch._neg_view(p), p))
+
+
 def test_a_subclass_does_not_suit():
     """A DTensor's own address is 0; its elements lie elsewhere."""
 
