@@ -269,7 +269,8 @@ class Muon(Optimizer):
 
         Nothing is recorded during a step: this computes it anew from gradients and state, at the price of about one
         step in plain torch, and waits for the GPU once. Call it between ``step`` and ``zero_grad``. Parameters without
-        a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number or its ``"name"``:
+        a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number, or its ``"name"`` if
+        no other group has that:
 
         - ``gradient_norm`` and ``momentum_norm``: Frobenius norms over the group (AdamW: of the first moment);
         - ``update_rms``: root mean square of what was added to the parameters, without weight decay;
@@ -287,6 +288,7 @@ class Muon(Optimizer):
             ['0/gradient_norm', '0/momentum_norm', '0/orthogonality_error', '0/update_rms']
         """
         found: dict[str, Tensor] = {}
+        names = [group.get("name") for group in self.param_groups]
         for index, group in enumerate(self.param_groups):
             state = "momentum_buffer" if group["algorithm"] == "muon" else "exp_avg"  # which a step has left
             params = [p for p in group["params"] if p.grad is not None and state in self.state.get(p, {})]
@@ -297,7 +299,8 @@ class Muon(Optimizer):
                 metrics = muon_metrics(group, [self._tensors(p, group) for p in params], factor)
             else:
                 metrics = adamw_metrics(group, params, [self.state[p] for p in params])
-            found |= {f"{group.get('name', index)}/{name}": value for name, value in metrics.items()}
+            label = index if names[index] is None or names.count(names[index]) > 1 else names[index]
+            found |= {f"{label}/{name}": value for name, value in metrics.items()}
         return read(found)
 
     def _muon_step(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:

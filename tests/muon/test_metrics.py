@@ -116,3 +116,10 @@ def test_a_group_that_has_changed_its_algorithm_has_nothing_to_tell_yet():
     for algorithm in ("adamw", "muon"):
         optimizer.param_groups[0]["algorithm"] = algorithm
         assert bool(optimizer.metrics()) == (algorithm == "muon")
+
+
+def test_groups_of_one_name_go_by_their_numbers():
+    groups = [{"params": [p], "name": name} for p, name in zip(parameters(*[(3, 4)] * 3), "aba", strict=True)]
+    optimizer = Muon(groups)
+    optimizer.step()
+    assert {key.split("/")[0] for key in optimizer.metrics()} == {"0", "b", "2"}
