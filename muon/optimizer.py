@@ -85,7 +85,7 @@ class Muon(Optimizer):
             State: ``neuron_second_moment``, float32, shaped like the parameter but of size 1 along its rows, so that it
             broadcasts with it and is sharded with its rows.
         momentum_dtype: dtype of ``momentum_buffer``, also of one that a checkpoint brings. ``None``: the gradient's, or
-            the checkpoint's.
+            the checkpoint's. float16 overflows at gradients above 65504 and loses those below 6e-8.
         bf16_remainder: keep 16 more bits of each bfloat16 parameter (state ``remainder``, int16, shaped like it), which
             make it an exact float32 of which the parameter is the nearest bfloat16: small updates add up instead of
             being rounded away. Combined with ``momentum_dtype=torch.float32`` training is what it would be with
