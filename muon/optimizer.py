@@ -41,15 +41,13 @@ PACK_COPIES = 6
 
 
 class Muon(Optimizer):
-    r"""Muon: momentum, orthogonalised matrix by matrix; AdamW for the groups that ask for it.
+    """Muon: momentum, orthogonalised matrix by matrix; AdamW for the groups that ask for it.
 
     For each matrix W with gradient G, learning rate γ, weight decay λ and momentum μ:
 
-    .. math::
-        B &\leftarrow \mu B + (1 - \mu) G \\
-        M &= \mu B + (1 - \mu) G \text{ (Nesterov), else } B \\
-        W &\leftarrow (1 - \gamma \lambda) W - \gamma\, f(\text{rows}, \text{cols})\, U p(S) V^\top
-        \quad \text{where } M / \lVert M \rVert = U S V^\top
+        B ← μ B + (1 - μ) G
+        M = μ B + (1 - μ) G  (Nesterov), else B
+        W ← (1 - γ λ) W - γ f(rows, cols) U p(S) Vᵀ,  where M / ‖M‖ = U S Vᵀ
 
     The first nine arguments are those of ``torch.optim.Muon``, and so is the result, to within the rounding of the
     orthogonalisation. Matrices of equal sides go through it together.

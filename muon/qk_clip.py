@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 
 class QKClip:
-    r"""Scales down, after each step, the queries and keys of attention heads whose largest logit passed a threshold.
+    """Scales down, after each step, the queries and keys of attention heads whose largest logit passed a threshold.
 
     With S the largest logit of a query head since the last step, over all ranks:
 
-    .. math::
-        \gamma = \text{threshold} / S \text{ if } S > \text{threshold, else } 1, \qquad
-        W_q \leftarrow \gamma^\alpha W_q, \quad W_k \leftarrow \gamma^{1 - \alpha} W_k
+        γ = threshold / S if S > threshold, else 1
+        W_q ← γ^α W_q,  W_k ← γ^(1 - α) W_k
 
     so that the same input would reach the threshold exactly. Query heads that share a key head share the smallest γ
     among them: the key's factor acts on all of them, and undoing it in the other queries would make weights grow with
