@@ -39,6 +39,8 @@ class QKClip:
 
     Attributes:
         num_clipped: int64 tensor, on the device: how many query heads passed the threshold in the last step.
+        max_logit: float32 tensor, on the device: the largest logit of all heads that the last step saw, clipped or not;
+            -inf before the first.
 
     Raises:
         ValueError: no such module in the model, or one with QK-norm, whose logits don't depend on the scale of its
@@ -72,11 +74,34 @@ class QKClip:
         self.modules: list[Any] = [module for _, module in found]
         self.threshold, self.alpha = threshold, alpha
         self.num_clipped = torch.zeros((), dtype=torch.int64)
+        self.max_logit = torch.full((), -torch.inf)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.clip())
 
     def remove(self) -> None:
         """Clip no longer after the optimizer's steps."""
         self._hook.remove()
+
+    def metrics(self) -> dict[str, int | float]:
+        """What the last step's clip found, over all layers and ranks, for a logger; see also ``Muon.metrics``.
+
+        Returns:
+            ``"clipped_heads"``, how many query heads passed the threshold, and ``"max_logit"``, the largest logit before
+            the clip. Reading them waits for the device once, which the clip itself never does.
+
+        Example:
+            >>> import torch
+            >>> from attention import SelfAttention
+            >>> from muon import Muon, QKClip
+            >>> layer = SelfAttention(embed_dim=64, num_heads=4, max_logits=True)
+            >>> optimizer = Muon(layer.parameters(), lr=0.02)
+            >>> clip = QKClip(layer, optimizer, threshold=100.0)
+            >>> layer.update_max_logits(torch.tensor([30.0, 250.0, 99.0, 101.0]))  # as a forward pass does
+            >>> optimizer.step()
+            >>> clip.metrics()
+            {'clipped_heads': 2, 'max_logit': 250.0}
+        """
+        clipped, largest = torch.stack([self.num_clipped.float(), self.max_logit]).tolist()
+        return {"clipped_heads": int(clipped), "max_logit": largest}
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -92,7 +117,7 @@ class QKClip:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         clipped = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clipped, self.threshold / largest, 1.0)
-        self.num_clipped = clipped.sum()
+        self.num_clipped, self.max_logit = clipped.sum(), largest.amax()
         for module, pair, x in zip(self.modules, weights, gamma.split([len(x) for x in logits]), strict=True):
             biases = module.qk_biases() if hasattr(module, "qk_biases") else None
             for query, key in (pair, biases) if biases is not None else (pair,):

@@ -104,6 +104,7 @@ def test_options_of_self_attention(name):
         ("SelfAttention.new_cache", hasattr(SelfAttention, "new_cache")),
         ("Muon.metrics", hasattr(Muon, "metrics")),
         ("muon.QKClip", hasattr(muon, "QKClip")),
+        ("QKClip.metrics", hasattr(muon.QKClip, "metrics")),
     ],
 )
 def test_what_may_be_imported(name, found):
