@@ -173,7 +173,15 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; see ``torch.optim.Optimizer.add_param_group``. ``use_muon`` is understood."""
+        """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Args:
+            param_group: ``"params"`` and any options of ``Muon``; those left out are the optimizer's own.
+                ``"use_muon"``, True or False, may say what ``"algorithm"`` says.
+
+        Raises:
+            ValueError, TypeError: as for ``Muon``, and for ``"eps"`` in an AdamW group; the group isn't added then.
+        """
         param_group = {"betas": self._betas, **param_group}
         if "use_muon" in param_group:
             param_group["algorithm"] = "muon" if param_group.pop("use_muon") else "adamw"
@@ -207,6 +215,11 @@ class Muon(Optimizer):
         """The state, as of any optimizer of torch's, but for an ``adjust_lr_fn`` that is a function.
 
         As with ``LambdaLR``, whoever loads the state keeps their own function, and ``weights_only=True`` can read it.
+
+        Returns:
+            ``"state"``, of each parameter ``momentum_buffer`` (shaped like it, in the gradient's dtype or
+                ``momentum_dtype``) and what NorMuon and ``bf16_remainder`` add, or AdamW's ``exp_avg``, ``exp_avg_sq``
+                and ``step``; and ``"param_groups"``, the options of each group. ``torch.optim.Muon`` can load it.
         """
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
@@ -215,7 +228,14 @@ class Muon(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in."""
+        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in.
+
+        Args:
+            state_dict: what ``state_dict`` of either returned. Options that it lacks stay as the groups have them.
+
+        Raises:
+            ValueError: from torch, for other numbers of groups or parameters.
+        """
         final: list[StateDict] = []  # as hooks leave it, of which this one runs last
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, loaded: final.append(loaded)),
@@ -243,7 +263,18 @@ class Muon(Optimizer):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's value, if there is one."""
+        """Update every parameter that has a gradient, which is left as it is.
+
+        Args:
+            closure: called first, with gradients enabled, as by any torch optimizer.
+
+        Returns:
+            What the closure returned; ``None`` without one.
+
+        Raises:
+            RuntimeError: complex parameters or sparse gradients in a Muon group, sparse ones in an AdamW group; in a
+                CUDA graph's capture without ``capturable``, or before a step outside of it.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -277,6 +308,9 @@ class Muon(Optimizer):
           shorter side; with plain Newton-Schulz coefficients it is about 0.3, of an update of low rank about 1.
 
         How many attention heads a ``QKClip`` scaled down is in its own ``metrics()``, to be merged with these.
+
+        Returns:
+            A number for each key.
 
         Example:
             >>> import torch

@@ -55,6 +55,8 @@ class QKClip:
         >>> optimizer = Muon(layer.parameters(), lr=0.02)
         >>> clip = QKClip(layer, optimizer, threshold=100.0)  # from here on optimizer.step() clips
         >>> clip.remove()  # and from here on no longer
+
+    Source: Kimi Team, "Kimi K2", https://arxiv.org/abs/2507.20534, section 2.1.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, threshold: float = 100.0, alpha: float = 0.5) -> None:
@@ -85,8 +87,8 @@ class QKClip:
         """What the last step's clip found, over all layers and ranks, for a logger; see also ``Muon.metrics``.
 
         Returns:
-            ``"clipped_heads"``, how many query heads passed the threshold, and ``"max_logit"``, the largest logit before
-            the clip. Reading them waits for the device once, which the clip itself never does.
+            ``"clipped_heads"``, how many query heads passed the threshold, and ``"max_logit"``, the largest logit
+                before the clip. Reading them waits for the device once, which the clip itself never does.
 
         Example:
             >>> import torch
@@ -105,7 +107,11 @@ class QKClip:
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Scale the weights by what the modules' logits ask for; the optimizer's steps call this."""
+        """Scale the weights by what the modules' logits ask for; the optimizer's steps call this.
+
+        Raises:
+            NotImplementedError: for weights that are DTensors.
+        """
         weights = [module.qk_weights() for module in self.modules]
         if any(type(query) not in (Tensor, Parameter) for query, _ in weights):
             raise NotImplementedError(
