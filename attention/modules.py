@@ -54,6 +54,9 @@ class SelfAttention(nn.Module):
         ...     out = layer(torch.randn(2, 1, 256), cache=cache)
         >>> cache.lengths
         tensor([101, 101], dtype=torch.int32)
+
+    Source: Vaswani et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762; grouped-query heads: Ainslie
+    et al., "GQA", https://arxiv.org/abs/2305.13245.
     """
 
     max_logits: Tensor

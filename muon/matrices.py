@@ -149,9 +149,10 @@ def _row_blocks_of_all(
 ) -> Iterator[tuple[Tensors, tuple[int, int, int]]]:
     """``row_blocks`` of the parameter, and the same rows of its gradient and state."""
     _check_shapes(whole, matrix)
-    views = [None if tensor is None else row_blocks(tensor, matrix, split) for tensor in whole]
-    for i, (_, shape) in enumerate(row_blocks(whole.param, matrix, split)):
-        yield Tensors(*(None if blocks is None else blocks[i][0] for blocks in views)), shape  # type: ignore[arg-type]
+    of_param = row_blocks(whole.param, matrix, split)
+    others = [None if tensor is None else row_blocks(tensor, matrix, split) for tensor in whole[1:]]
+    for i, (view, shape) in enumerate(of_param):
+        yield Tensors(view, *(blocks and blocks[i][0] for blocks in others)), shape  # type: ignore[arg-type]
 
 
 def _check_shapes(whole: Tensors, matrix: MatrixMode) -> None:
@@ -217,7 +218,7 @@ def apply(
     n, m = bucket.sides
     for block, part in zip(bucket.blocks, X[:, :n, :m].split([block.count for block in bucket.blocks]), strict=True):
         param, _, _, second_moment, remainder = block.tensors
-        update = part.mT if block.is_tall else part
+        update = part.mT.contiguous() if block.is_tall else part  # which adds up faster
         if second_moment is not None and neuron_norm is not None:
             second_moment = second_moment.view(block.count, block.rows, 1)
             second_moment.lerp_(update.to(second_moment.dtype).square().mean(-1, keepdim=True), 1 - neuron_norm)
@@ -254,10 +255,10 @@ def normalize(G: Tensor, X: Tensor, eps: float) -> None:
     """X (batch, n', m') = each matrix of G (batch, rows, cols) over its Frobenius norm, transposed if it is tall.
 
     The norm is taken in at least float32, after the largest magnitude has been divided out, so that squares neither
-    overflow nor vanish.
+    overflow nor vanish. G is overwritten: memory of its own would cost a CPU more than the arithmetic does.
     """
     wide = G.mT if G.shape[1] > G.shape[2] else G
-    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = wide.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
+    largest = torch.maximum(wide.amax(dim=(-2, -1), keepdim=True), -wide.amin(dim=(-2, -1), keepdim=True))
+    scaled = wide.to(torch.promote_types(G.dtype, torch.float32)).div_(largest.masked_fill(largest == 0, 1))
     norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
     X[:, : wide.shape[1], : wide.shape[2]].copy_(scaled.div_(norm.clamp(min=eps)))

@@ -61,7 +61,7 @@ class TorchOperations:
         return like.new_empty(batch, n, m, dtype=dtype)
 
     def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
-        normalize(G, X, eps)
+        normalize(G.clone(), X, eps)
 
     def gram(self, X: Tensor) -> Tensor:
         return X @ X.mT

@@ -5,13 +5,14 @@ import pickle
 
 import pytest
 import torch
-from helpers.newton_schulz import error, truth
+from helpers.newton_schulz import SPECTRA, error, plain_newton_schulz, spectrum, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muon import Muon, orthogonalize
 from muon.newton_schulz import iterate
-from muon.polynomials import KELLER_JORDAN
+from muon.optimizer import multiplies_bfloat16
+from muon.polynomials import KELLER_JORDAN, schedule
 
 SHAPES = [(8, 8), (8, 24), (24, 8), (16, 24), (1, 5), (5, 1)]
 
@@ -70,6 +71,56 @@ def test_is_closer_to_the_exact_run_than_torch_optim_muon():
     for a, b, c in zip(result, expected, best, strict=True):
         assert error(a, c) <= error(b, c)
         torch.testing.assert_close(a, b, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_an_update_is_the_polynomial_of_the_singular_values(kind, dtype, any_processor):
+    """With bfloat16 products as precisely as torch.optim.Muon, which always has them, otherwise as plain float32."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [spectrum(kind, 1, *shape, generator)[0].to(dtype) for shape in [(24, 24), (48, 120), (120, 48)]]
+    updates = []
+    for build in (Muon, torch.optim.Muon):
+        params = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient.clone()
+        build(params, lr=1.0, momentum=0.0, weight_decay=0.0).step()
+        updates.append([-p.detach() for p in params])
+    for gradient, ours, theirs in zip(gradients, *updates, strict=True):
+        factor = math.sqrt(max(1, gradient.shape[0] / gradient.shape[1]))
+        expected = factor * truth(gradient, KELLER_JORDAN)
+        steps = schedule(KELLER_JORDAN, 5)
+        plain = theirs if any_processor else factor * plain_newton_schulz(gradient.float(), steps, torch.float32)
+        rounding = error(expected.to(dtype), expected)
+        assert error(ours, expected) <= 2 * error(plain, expected) + rounding + 1e-6
+
+
+def test_the_dtype_of_the_products(monkeypatch, any_processor):
+    used = {}
+
+    def recording(X, *args):
+        used[X.shape[2]] = X.dtype
+        return iterate(X, *args)
+
+    monkeypatch.setattr("muon.optimizer.iterate", recording)
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    params = [parameters([(4, 4 + i)], dtype)[0] for i, dtype in enumerate(dtypes)]
+    train(Muon(params), params, steps=1)
+    fast = torch.bfloat16 if any_processor else torch.float32
+    assert [used[4 + i] for i in range(4)] == [torch.float64, fast, torch.float32, fast]
+
+
+@pytest.mark.parametrize("has_avx512_bf16", [False, True, None])
+@pytest.mark.parametrize("has_amx", [False, True, None])
+def test_which_processors_multiply_bfloat16(monkeypatch, has_avx512_bf16, has_amx):
+    for check, answer in (("_is_avx512_bf16_supported", has_avx512_bf16), ("_is_amx_tile_supported", has_amx)):
+        if answer is None:  # another version of torch
+            monkeypatch.delattr(f"torch.cpu.{check}", raising=False)
+        else:
+            monkeypatch.setattr(f"torch.cpu.{check}", lambda answer=answer: answer, raising=False)
+    multiplies_bfloat16.cache_clear()
+    assert multiplies_bfloat16() == bool(has_avx512_bf16 or has_amx)
+    multiplies_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -150,7 +201,7 @@ def test_what_a_matrix_is(shape, options, blocks, memory):
         torch.testing.assert_close(result, expected)
 
 
-def test_parameters_of_equal_sides_share_one_iteration(monkeypatch):
+def test_parameters_of_equal_sides_share_one_iteration(monkeypatch, any_processor):
     batches = []
 
     def recording(X, *args):
@@ -184,7 +235,7 @@ def test_both_algorithms_in_one_object_with_one_scheduler():
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 5e-4]
 
 
-def test_options_are_read_from_the_groups_at_every_step():
+def test_options_are_read_from_the_groups_at_every_step(any_processor):
     ours, theirs = parameters(), parameters()
     optimizer = Muon(ours, lr=0.5, weight_decay=0.9, momentum=0.1)
     optimizer.param_groups[0].update(lr=0.02, weight_decay=0.1, momentum=0.95)
@@ -203,7 +254,7 @@ def test_maximize_is_minimising_the_negative(algorithm):
         torch.testing.assert_close(a, b)
 
 
-def test_tensor_learning_rate():
+def test_tensor_learning_rate(any_processor):
     ours, theirs = parameters(), parameters()
     result = train(Muon(ours, lr=torch.tensor(0.02, dtype=torch.float64)), ours)
     for a, b in zip(result, train(Muon(theirs, lr=0.02), theirs), strict=True):
@@ -260,7 +311,7 @@ def test_a_checkpoint_of_another_shape_is_refused_at_the_step():
 
 
 @pytest.mark.parametrize("eps", [1e-7, 0.0])
-def test_zero_gradients_give_zero_updates(eps):
+def test_zero_gradients_give_zero_updates(eps, any_processor):
     params = parameters()
     before = [p.detach().clone() for p in params]
     for p in params:
@@ -271,7 +322,7 @@ def test_zero_gradients_give_zero_updates(eps):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_gradients_of_any_magnitude_give_the_same_update(scale):
+def test_gradients_of_any_magnitude_give_the_same_update(scale, any_processor):
     ours, theirs = parameters(), parameters()
     set_gradients(ours, seed=1, scale=scale)
     set_gradients(theirs, seed=1)
@@ -281,7 +332,7 @@ def test_gradients_of_any_magnitude_give_the_same_update(scale):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_one_nan_matrix_does_not_spoil_its_batch():
+def test_one_nan_matrix_does_not_spoil_its_batch(any_processor):
     ours, theirs = parameters([(8, 8)] * 3), parameters([(8, 8)] * 3)
     set_gradients(ours, seed=1)
     set_gradients(theirs, seed=1)
@@ -291,7 +342,7 @@ def test_one_nan_matrix_does_not_spoil_its_batch():
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2]) and ours[1].isnan().all()
 
 
-def test_empty_parameters_are_fine():
+def test_empty_parameters_are_fine(any_processor):
     params = parameters([(0, 4), (4, 0), (0, 4, 4), (4, 4)])
     train(Muon(params), params, steps=2)
     assert params[3].isfinite().all()
@@ -316,7 +367,7 @@ def test_checkpoints_of_torch_optim_muon_load_and_ours_load_there():
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_checkpoint_resumes_to_the_bit_and_state_keeps_its_dtype(state_dtype):
+def test_a_checkpoint_resumes_to_the_bit_and_state_keeps_its_dtype(state_dtype, any_processor):
     def build():
         matrices, vectors = parameters(), parameters([(8,), (3,)])
         return matrices + vectors, Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}])

@@ -73,7 +73,11 @@ def test_against_a_loop_over_heads(data, alpha, threshold):
         torch.testing.assert_close(layer.query.double(), query, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(layer.key.double(), key, rtol=1e-6, atol=1e-6)
         assert torch.equal(layer.max_logits.nan_to_num(), torch.tensor(x).nan_to_num())
-    assert clip.num_clipped.item() == sum(threshold < s < math.inf for x in drawn for s in x)
+    seen = torch.tensor([s for x in drawn for s in x]).tolist()  # rounded to float32
+    found = clip.metrics()
+    assert found["clipped_heads"] == clip.num_clipped.item() == sum(threshold < s < math.inf for s in seen)
+    has_nan = any(map(math.isnan, seen))
+    assert math.isnan(found["max_logit"]) if has_nan else found["max_logit"] == max(seen)
 
 
 def test_a_compiled_layer_is_clipped_once():
@@ -135,8 +139,10 @@ def test_micro_batches_count_together():
     for x in (large, small):
         layer(x).sum().backward()
     optimizer.zero_grad()
+    assert clip.metrics() == {"clipped_heads": 0, "max_logit": -math.inf}
+    reached = layer.max_logits.max().item()
     optimizer.step()
-    assert clip.num_clipped == 2
+    assert clip.metrics() == {"clipped_heads": 2, "max_logit": reached}
     layer(large)
     torch.testing.assert_close(layer.max_logits, torch.full((2,), 20.0))
 
@@ -205,7 +211,7 @@ optimizer.step()
 for layer, (query, key) in zip(model, truth):
     torch.testing.assert_close(layer.query.double(), query, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layer.key.double(), key, rtol=1e-6, atol=1e-6)
-assert clip.num_clipped == 5 and len(collectives) == 1
+assert clip.metrics() == {"clipped_heads": 5, "max_logit": 1e4} and len(collectives) == 1
 dist.destroy_process_group()
 """
 
