@@ -182,6 +182,13 @@ def _grad_q_kernel(
     q = load_tile(q_desc, entry, head, first_q + start_m, first_q + length_q, BLOCK_M, D, BLOCK_D, UPCAST)
     unit_lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=0.0) * unit
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if BOUND_LEFT and not MASK_ALL:
+        for start_n in tl.range(begin, full_begin, BLOCK_N):
+            dq = _grad_q_tile(
+                dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope,
+                head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
+                True, False, EXP2, UPCAST,
+            )  # fmt: skip
     if not MASK_ALL:
         for start_n in tl.range(full_begin, full_end, BLOCK_N):
             dq = _grad_q_tile(
@@ -189,11 +196,7 @@ def _grad_q_kernel(
                 head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
                 False, False, EXP2, UPCAST,
             )  # fmt: skip
-    gap = full_end - full_begin
-    for next_n in tl.range(begin + gap, end, BLOCK_N):
-        start_n = next_n
-        if BOUND_LEFT:
-            start_n = tl.where(next_n < full_end, next_n - gap, next_n)
+    for start_n in tl.range(full_end, end, BLOCK_N):
         dq = _grad_q_tile(
             dq, q, do, unit_lse, delta, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules, slope,
             head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,

@@ -141,7 +141,7 @@ def tanh(x, EXP2: tl.constexpr):
         z = x * x
         series = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
         series = (series - 3.33332819422e-1) * z * x + x
-        return tl.where(tl.abs(x) < 0.625, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+        return tl.where(tl.abs(x) < 0.625, series, 1.0 - tl.div_rn(2.0, tl.exp(2.0 * x) + 1.0))
 
 
 @triton.jit

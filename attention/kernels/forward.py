@@ -130,6 +130,13 @@ def _forward_kernel(
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    if BOUND_LEFT and not MASK_ALL:
+        for start_n in tl.range(begin, full_begin, BLOCK_N):
+            acc, row_max, row_sum, top = _attend(
+                acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules,
+                slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT,
+                BOUND_RIGHT, True, False, TRACK_TOP, EXP2, UPCAST,
+            )  # fmt: skip
     if not MASK_ALL:
         for start_n in tl.range(full_begin, full_end, BLOCK_N):
             acc, row_max, row_sum, top = _attend(
@@ -137,12 +144,7 @@ def _forward_kernel(
                 slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT,
                 BOUND_RIGHT, False, False, TRACK_TOP, EXP2, UPCAST,
             )  # fmt: skip
-    # The tiles at the left edge of the window, then those at the right.
-    gap = full_end - full_begin
-    for next_n in tl.range(begin + gap, end, BLOCK_N):
-        start_n = next_n
-        if BOUND_LEFT:
-            start_n = tl.where(next_n < full_end, next_n - gap, next_n)
+    for start_n in tl.range(full_end, end, BLOCK_N):
         acc, row_max, row_sum, top = _attend(
             acc, row_max, row_sum, top, q, k_desc, v_desc, entry, head_k, start_m, start_n, first_k, rules,
             slope, head_mask, tanh_scale, dropout, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BOUND_LEFT,
