@@ -384,6 +384,12 @@ def test_errors_name_the_argument(tensors, error, message):
         flash_attention(*tensors)
 
 
+def test_meta_tensors_tell_the_shapes():
+    q, k, v = (x.to("meta") for x in inputs())
+    out, lse = flash_attention(q, k, v, return_lse=True, dropout_p=0.1)
+    assert out.device.type == lse.device.type == "meta" and out.shape == q.shape and lse.shape == (2, 4, 8)
+
+
 def test_mixed_devices():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="k is on meta but q is on cpu"):
@@ -395,6 +401,9 @@ def test_mixed_devices():
     [
         ({"window": (3, -2)}, ValueError, r"window must be \(left, right\).*got \(3, -2\)"),
         ({"window": (3,)}, ValueError, r"window must be \(left, right\).*got \(3,\)"),
+        ({"window": 3}, ValueError, r"window must be \(left, right\).*got 3"),
+        ({"window": (3, None)}, ValueError, r"window must be \(left, right\).*got \(3, None\)"),
+        ({"window": (2.5, 0)}, ValueError, r"window must be \(left, right\).*got \(2.5, 0\)"),
         ({"softcap": 0.0}, ValueError, "softcap must be above 0 and finite, got 0.0"),
         ({"softcap": float("inf")}, ValueError, "softcap must be above 0 and finite, got inf"),
         ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(4,\), got \(2,\)"),

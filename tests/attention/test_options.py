@@ -140,6 +140,20 @@ def test_rows_past_the_last_sequence(backend):
 
 
 @both_backends
+def test_strided_cu_seqlens(backend):
+    """A column of a table of lengths, for example."""
+    torch.manual_seed(0)
+    cu_seqlens = cumulative([4, 6])
+    column = torch.stack([cu_seqlens, torch.full_like(cu_seqlens, 3)], 1)[:, 0]
+    results = []
+    for cu in (cu_seqlens, column):
+        x = torch.randn(10, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = flash_attention_varlen(x, x, x, cu, cu, 6, 6, causal=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@both_backends
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -torch.inf])])
 def test_nothing_to_see(backend, sinks):
     """No key at all, in a batch, packed, and in a packed sequence: the sink is all there is."""
