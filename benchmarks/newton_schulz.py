@@ -3,11 +3,13 @@
     python -m benchmarks.newton_schulz --csv docs/newton_schulz.csv
 
 Everything runs interleaved in one process on random bfloat16 matrices, five Keller Jordan steps; the median counts.
+microsoft/dion and Dao-AILab/gram-newton-schulz take part where they are installed.
 The floor is what the cheaper iteration needs at the rate that a large bfloat16 product runs at on this device,
 symmetric products counted as half; `copy` is reading the batch and writing it back at memory speed.
 """
 
 import argparse
+import importlib.util
 import statistics
 from collections.abc import Callable
 
@@ -52,6 +54,24 @@ def plain_bmm(G: Tensor) -> Tensor:
     return X.mT if G.shape[1] > G.shape[2] else X
 
 
+def installed_peers() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Other packages' batched iterations, where they are installed; dion's has coefficients of its own."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    if importlib.util.find_spec("dion"):
+        from dion.newton_schulz_triton import newton_schulz_triton
+
+        found["dion"] = newton_schulz_triton
+    if importlib.util.find_spec("gram_newton_schulz"):
+        from gram_newton_schulz import GramNewtonSchulz
+
+        # Restarts where Keller Jordan's coefficients want one.
+        coefficients = [list(triple) for triple in STEPS]
+        found["gram-newton-schulz"] = GramNewtonSchulz(
+            ns_coefficients=coefficients, gram_newton_schulz_reset_iterations=[3]
+        )
+    return found
+
+
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
     """Replays what ``call`` launches, so that Python's time doesn't count, as in the optimizer's step."""
     call()
@@ -91,6 +111,7 @@ def measure(
     torch._dynamo.reset()  # or the ninth shape would be one too many to compile
     compiled_bmm = torch.compile(plain_bmm, dynamic=False)
     calls = {"ours": graphed(lambda: orthogonalize(G)), "compiled bmm": graphed(lambda: compiled_bmm(G))}
+    calls |= {name: graphed(lambda peer=peer: peer(G)) for name, peer in installed_peers().items()}
     if batch <= 64:
         calls["torch.optim.Muon"] = lambda: torch_loop(G)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -107,6 +128,8 @@ def measure(
         "ours_ms": medians["ours"],
         "compiled_bmm_ms": medians["compiled bmm"],
         "torch_optim_muon_ms": medians.get("torch.optim.Muon"),
+        "dion_ms": medians.get("dion"),
+        "gram_newton_schulz_ms": medians.get("gram-newton-schulz"),
         "speedup": peer / medians["ours"],
         "floor_ms": floor_ms(batch, n, m, flops_per_ms),
         "copy_ms": 4 * G.numel() / bytes_per_ms,

@@ -1,7 +1,7 @@
 """A parameter seen as batches of matrices, and matrices of equal shape gathered into buckets."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ from muon.rounding import join, split_off
 MatrixMode: TypeAlias = Literal["batch", "flatten", "transposed"] | None
 Split: TypeAlias = int | Sequence[int] | None
 
+SMALLEST_EPS = 1e-30  # 0 would divide zeros by 0; once its largest magnitude is 1, the norm of all else is at least 1
 NEURON_EPS = 1e-10  # of NorMuon's two divisions, as in its authors' code
 
 
@@ -147,9 +148,23 @@ def _row_blocks_of_all(
     whole: Tensors, matrix: MatrixMode, split: Split
 ) -> Iterator[tuple[Tensors, tuple[int, int, int]]]:
     """``row_blocks`` of the parameter, and the same rows of its gradient and state."""
+    _check_shapes(whole, matrix)
     views = [None if tensor is None else row_blocks(tensor, matrix, split) for tensor in whole]
     for i, (_, shape) in enumerate(row_blocks(whole.param, matrix, split)):
         yield Tensors(*(None if blocks is None else blocks[i][0] for blocks in views)), shape  # type: ignore[arg-type]
+
+
+def _check_shapes(whole: Tensors, matrix: MatrixMode) -> None:
+    """Kernels would read and write past the end of state that a checkpoint, or another ``matrix``, made smaller."""
+    for name, tensor in zip(Tensors._fields, whole, strict=True):
+        if tensor is None:
+            continue
+        like = rows_of(whole.param, matrix) if name == "neuron_second_moment" else whole.param
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"{name} should have shape {tuple(like.shape)} for a {tuple(whole.param.shape)} parameter with "
+                f"matrix={matrix!r} but has {tuple(tensor.shape)}: its checkpoint, or the group's matrix, was another"
+            )
 
 
 def _pieces(block: Block, most: int) -> list[Block]:
@@ -189,13 +204,12 @@ def apply(
     bucket: Bucket,
     X: Tensor,
     decay: float | Tensor,
-    scale_wide: float | Tensor,
-    scale_tall: float | Tensor,
+    scales: Mapping[bool, float | Tensor],
     *,
     cautious: bool = False,
     neuron_norm: float | None = None,
 ) -> None:
-    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m').
+    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m'); tall ones have a scale.
 
     ``cautious``: what the update pushes away from 0 doesn't decay. ``neuron_norm``: the update is evened out by rows,
     after second moment ← neuron_norm second moment + (1 - neuron_norm) mean square of each row.
@@ -214,7 +228,7 @@ def apply(
             exact.copy_(torch.where(opposed(update, exact), exact, exact * decay))
         else:
             exact.mul_(decay)
-        scale = scale_tall if block.is_tall else scale_wide
+        scale = scales[block.is_tall]
         if isinstance(scale, Tensor):
             exact.add_(update * scale)
         else:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from muon.adamw import adamw_step, number, step_device
-from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks, rows_of
+from muon.matrices import SMALLEST_EPS, MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks, rows_of
 from muon.metrics import adamw_metrics, muon_metrics, read
 from muon.newton_schulz import (
     DEFAULT_WORKSPACE,
@@ -85,7 +85,7 @@ class Muon(Optimizer):
             State: ``neuron_second_moment``, float32, shaped like the parameter but of size 1 along its rows, so that it
             broadcasts with it and is sharded with its rows.
         momentum_dtype: dtype of ``momentum_buffer``, also of one that a checkpoint brings. ``None``: the gradient's, or
-            the checkpoint's.
+            the checkpoint's. float16 overflows at gradients above 65504 and loses those below 6e-8.
         bf16_remainder: keep 16 more bits of each bfloat16 parameter (state ``remainder``, int16, shaped like it), which
             make it an exact float32 of which the parameter is the nearest bfloat16: small updates add up instead of
             being rounded away. Combined with ``momentum_dtype=torch.float32`` training is what it would be with
@@ -269,7 +269,8 @@ class Muon(Optimizer):
 
         Nothing is recorded during a step: this computes it anew from gradients and state, at the price of about one
         step in plain torch, and waits for the GPU once. Call it between ``step`` and ``zero_grad``. Parameters without
-        a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number or its ``"name"``:
+        a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number, or its ``"name"`` if
+        no other group has that:
 
         - ``gradient_norm`` and ``momentum_norm``: Frobenius norms over the group (AdamW: of the first moment);
         - ``update_rms``: root mean square of what was added to the parameters, without weight decay;
@@ -287,8 +288,10 @@ class Muon(Optimizer):
             ['0/gradient_norm', '0/momentum_norm', '0/orthogonality_error', '0/update_rms']
         """
         found: dict[str, Tensor] = {}
+        names = [group.get("name") for group in self.param_groups]
         for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p.grad is not None and self.state.get(p)]
+            state = "momentum_buffer" if group["algorithm"] == "muon" else "exp_avg"  # which a step has left
+            params = [p for p in group["params"] if p.grad is not None and state in self.state.get(p, {})]
             if not params:
                 continue
             if group["algorithm"] == "muon":
@@ -296,7 +299,8 @@ class Muon(Optimizer):
                 metrics = muon_metrics(group, [self._tensors(p, group) for p in params], factor)
             else:
                 metrics = adamw_metrics(group, params, [self.state[p] for p in params])
-            found |= {f"{group.get('name', index)}/{name}": value for name, value in metrics.items()}
+            label = index if names[index] is None or names.count(names[index]) > 1 else names[index]
+            found |= {f"{label}/{name}": value for name, value in metrics.items()}
         return read(found)
 
     def _muon_step(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -336,7 +340,7 @@ class Muon(Optimizer):
 
         options = _options(group)
         described = tuple(tuple(t if t is None else (t.shape, t.dtype) for t in whole) for whole in tensors)
-        key = (described, repr(options))
+        key = (described, repr(options), id(options["adjust_lr_fn"]))  # the plan keeps the function, and so its id
         plans = self._plans.setdefault((index, device), {})
         plan = plans.pop(key, None)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -427,12 +431,13 @@ def muon(
         iteration = pick_iteration("auto", steps, n, m, None, use_triton)
         ops = operations(use_triton)
         X = ops.allocate(bucket.batch, n, m, param, pick_dtype(iteration, param.dtype, param.device))
-        pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=eps)
+        pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=max(eps, SMALLEST_EPS))
         X = iterate(X, steps, iteration, ops)
         rate = lr.to(param.device) if isinstance(lr, Tensor) else lr
-        scale_wide, scale_tall = (-rate * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
+        shapes = {block.is_tall: (block.rows, block.cols) for block in bucket.blocks}
+        scales = {is_tall: -rate * lr_factor(adjust_lr_fn, *shape) for is_tall, shape in shapes.items()}
         cautious = weight_decay_mode == "cautious"
-        apply(bucket, X, 1 - rate * weight_decay, scale_wide, scale_tall, cautious=cautious, neuron_norm=neuron_norm)
+        apply(bucket, X, 1 - rate * weight_decay, scales, cautious=cautious, neuron_norm=neuron_norm)
 
 
 def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:
@@ -469,10 +474,14 @@ def _check_options(group: dict[str, Any]) -> None:
     if group["neuron_norm"] is not None and not 0.0 <= group["neuron_norm"] < 1.0:
         raise ValueError(f"neuron_norm should be None or in [0, 1) but is: {group['neuron_norm']}")
     dtype = group["momentum_dtype"]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"momentum_dtype should be None or a real floating dtype but is: {dtype!r}")
+    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"momentum_dtype should be None, float16, bfloat16, float32 or float64 but is: {dtype!r}")
     if group["workspace"] is not None and not group["workspace"] > 0:
         raise ValueError(f"workspace should be None or a positive number of bytes but is: {group['workspace']}")
+    split = group["split"]
+    sizes = split if isinstance(split, Iterable) else () if split is None else (split,)
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(f"split should be None, a number of blocks or their sizes but is: {split!r}")
     adjust_lr_fn = group["adjust_lr_fn"]
     names = (None, "original", "match_rms_adamw", "spectral_unclamped")
     if not callable(adjust_lr_fn) and adjust_lr_fn not in names:

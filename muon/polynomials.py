@@ -7,6 +7,7 @@ schedule is a sequence of such steps, written as triples (a, b, c).
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -70,8 +71,8 @@ def schedule(ns_coefficients: Coefficients, ns_steps: int) -> tuple[Triple, ...]
             0 .. 99, or a schedule that would turn some singular value's sign around, extinguish it, or inflate it past
             2; the message names the interval that singular values reach.
     """
-    if not 0 <= ns_steps < 100:
-        raise ValueError(f"ns_steps should be between 0 and 99 but is: {ns_steps}")
+    if not (isinstance(ns_steps, Integral) and 0 <= ns_steps < 100):
+        raise ValueError(f"ns_steps should be an integer between 0 and 99 but is: {ns_steps}")
     steps = _steps(ns_coefficients, ns_steps)
     _certify(steps)
     return steps
@@ -92,7 +93,9 @@ def output_range(steps: Sequence[Triple]) -> tuple[float, float]:
 def _steps(ns_coefficients: Coefficients, ns_steps: int) -> tuple[Triple, ...]:
     if isinstance(ns_coefficients, str):
         return _named_steps(ns_coefficients, ns_steps)
-    if len(ns_coefficients) == 3 and all(isinstance(c, (int, float)) for c in ns_coefficients):
+    if not hasattr(ns_coefficients, "__len__"):
+        return (_triple(ns_coefficients),)  # raises
+    if len(ns_coefficients) == 3 and all(isinstance(c, Real) for c in ns_coefficients):
         return (_triple(ns_coefficients),) * ns_steps
     return tuple(_triple(triple) for triple in ns_coefficients)
 

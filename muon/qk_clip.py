@@ -61,7 +61,7 @@ class QKClip:
             raise ValueError(f"threshold should be a number above 0 but is: {threshold}")
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha should be from 0 to 1 but is: {alpha}")
-        found = [(n, m) for n, m in model.named_modules() if hasattr(m, "max_logits") and hasattr(m, "qk_weights")]
+        found = [(n, m) for n, m in model.named_modules() if _is_attention(m)]
         if not found:
             raise ValueError("the model has no module with max_logits and qk_weights(): SelfAttention(max_logits=True)")
         for name, module in found:
@@ -100,6 +100,11 @@ class QKClip:
                 _scale(query, key, x.to(query.device), self.alpha)
             if hasattr(module, "reset_max_logits"):
                 module.reset_max_logits()
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """A wrapper, such as torch.compile's, hands on the attributes of the layer inside, but isn't of its class."""
+    return hasattr(module, "max_logits") and hasattr(type(module), "qk_weights")
 
 
 def _logits(module: Any, query: Tensor) -> Tensor:

@@ -101,6 +101,20 @@ def test_one_step_by_hand():
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum)
 
 
+@pytest.mark.parametrize("shape", [(64, 2), (2, 64), (40, 1)])
+@pytest.mark.parametrize("name", ["original", "match_rms_adamw", "spectral_unclamped"])
+def test_the_factor_of_long_matrices(name, shape):
+    rows, cols = shape
+    ratio = rows / cols
+    factors = {"original": max(1, ratio) ** 0.5, "spectral_unclamped": ratio**0.5}
+    expected = factors.get(name, 0.2 * max(shape) ** 0.5)
+    (p,) = parameters([shape], torch.float64)
+    before = p.detach().clone()
+    set_gradients([p], seed=1)
+    Muon([p], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn=name).step()
+    torch.testing.assert_close(p.detach() - before, -expected * truth(p.grad, KELLER_JORDAN))
+
+
 def single_updates(p, blocks, lr_factor=lambda rows, cols: math.sqrt(max(1, rows / cols))):
     """Minus the update of each block of p.grad as a matrix of its own, without momentum."""
     return [-lr_factor(*block.shape) * truth(block, KELLER_JORDAN) for block in blocks]
@@ -210,12 +224,48 @@ def test_gradients_are_never_changed_and_missing_ones_leave_parameters_alone():
     assert all("momentum_buffer" in optimizer.state[p] for p in params if p.grad is not None)
 
 
-def test_zero_gradients_give_zero_updates():
+def test_a_callable_sees_the_shapes_that_there_are():
+    factors = {(6, 4): 2.0, (3, 9): 1.0}
+    ours, theirs = parameters([(6, 4), (3, 9)]), parameters([(6, 4), (3, 9)])
+    result = train(Muon(ours, adjust_lr_fn=factors.__getitem__), ours)
+    expected = train(Muon([{"params": theirs[:1], "lr": 2e-3, "weight_decay": 0.05}, {"params": theirs[1:]}],
+                          adjust_lr_fn=lambda shape: 1.0), theirs)  # fmt: skip
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("trained", "then", "message"),
+    [
+        ("flatten", "batch", r"shape \(2, 4, 1\) for a \(2, 4, 6\).*has \(2, 1, 1\)"),
+        ("batch", "transposed", r"shape \(2, 1, 6\) for a \(2, 4, 6\).*has \(2, 4, 1\)"),
+    ],
+)
+def test_state_of_another_shape_is_refused(trained, then, message):
+    """Kernels would write past its end."""
+    params = parameters([(2, 4, 6)])
+    optimizer = Muon(params, neuron_norm=0.9, matrix=trained)
+    train(optimizer, params, steps=1)
+    optimizer.param_groups[0]["matrix"] = then
+    with pytest.raises(ValueError, match=f"neuron_second_moment should have {message}"):
+        train(optimizer, params, steps=1)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_at_the_step():
+    small, large = parameters([(1, 6)]), parameters([(4, 6)])
+    old, new = Muon(small), Muon(large)
+    train(old, small, steps=1)
+    new.load_state_dict(old.state_dict())
+    with pytest.raises(ValueError, match=r"momentum should have shape \(4, 6\) .* but has \(1, 6\)"):
+        train(new, large, steps=1)
+
+
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zero_gradients_give_zero_updates(eps):
     params = parameters()
     before = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.zeros_like(p)
-    Muon(params, weight_decay=0.0).step()
+    Muon(params, weight_decay=0.0, eps=eps).step()
     for p, value in zip(params, before, strict=True):
         assert torch.equal(p, value)
 
@@ -366,12 +416,14 @@ def test_closure_is_called_with_gradients_enabled_and_its_value_returned():
         ({"momentum": -0.1}, "momentum should be >= 0 but is: -0.1"),
         ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
         ({"adjust_lr_fn": "arbitrary"}, "Adjust learning rate function arbitrary is not supported"),
-        ({"ns_steps": 100}, "ns_steps should be between 0 and 99"),
+        ({"ns_steps": 100}, "ns_steps should be an integer between 0 and 99 but is: 100"),
+        ({"ns_steps": 2.5}, "ns_steps should be an integer between 0 and 99 but is: 2.5"),
         ({"ns_coefficients": "nonsense"}, "'nonsense'"),
         ({"betas": (0.9,)}, r"betas should be two numbers but are: \(0.9,\)"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] should be in \[0, 1\) but is: 1.0"),
         ({"matrix": "columns"}, "matrix should be None, 'batch', 'flatten' or 'transposed' but is: 'columns'"),
         ({"split": 5}, r"split=5 should divide the 8 rows of a \(8, 8\) parameter"),
+        ({"split": 2.0}, "split should be None, a number of blocks or their sizes but is: 2.0"),
         ({"split": (4, 5)}, r"split=\(4, 5\) should be positive and sum to the 8 rows"),
     ],
 )

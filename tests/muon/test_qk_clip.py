@@ -76,6 +76,19 @@ def test_against_a_loop_over_heads(data, alpha, threshold):
     assert clip.num_clipped.item() == sum(threshold < s < math.inf for x in drawn for s in x)
 
 
+def test_a_compiled_layer_is_clipped_once():
+    """torch.compile's wrapper has the attributes of what it wraps: both were found, and clipped."""
+    layer = Layer(2, 2)
+    model = nn.ModuleList([torch.compile(layer, backend="eager")])
+    before = layer.query.detach().clone()
+    optimizer = optimizer_of(model)
+    clip = QKClip(model, optimizer, threshold=100.0)
+    layer.max_logits = torch.tensor([400.0, 1.0])
+    optimizer.step()
+    torch.testing.assert_close(layer.query[0], before[0] / 2)
+    assert clip.num_clipped == 1
+
+
 def test_what_is_under_the_threshold_stays_to_the_bit():
     for dtype in (torch.float32, torch.bfloat16):
         layer = Layer(4, 2, dtype)
