@@ -184,6 +184,17 @@ def test_vmap(backend, in_dims, option):
         torch.testing.assert_close(x, y)
 
 
+def test_vmap_draws_one_dropout_or_several():
+    q = torch.randn(1, 8, 2, 4).expand(3, 1, 8, 2, 4)
+
+    def outputs(randomness):
+        return torch.vmap(lambda x: flash_attention(x, x, x, dropout_p=0.5), randomness=randomness)(q)
+
+    same, different = outputs("same"), outputs("different")
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
+
+
 @both_backends
 @pytest.mark.parametrize("with_sinks", [True, False])
 def test_a_batch_of_gradients(backend, with_sinks):
