@@ -274,10 +274,20 @@ def _check_window(window: Sequence[int] | None) -> tuple[int | None, int | None]
     """(left, right) with None for no bound."""
     if window is None:
         return None, None
-    if len(window) != 2 or any(side < -1 for side in window):
+    if not is_window(window):
         raise ValueError(f"window must be (left, right), each at least 0, or -1 for no bound, got {window}")
     left, right = (None if side == -1 else min(side, 2**30) for side in window)  # positions are 32-bit
     return left, right
+
+
+def is_window(window: object) -> bool:
+    """Whether it is two whole numbers from -1 up; torch.export has symbols for them."""
+    numbers = (int, torch.SymInt)
+    return (
+        isinstance(window, (tuple, list))
+        and len(window) == 2
+        and all(isinstance(side, numbers) and side >= -1 for side in window)
+    )
 
 
 def _check_per_head(name: str, x: Tensor, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
@@ -309,11 +319,16 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    dtype = autocast_dtype(q.device)
+    return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in, if it is on. A meta device doesn't know of it."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _swap_heads(x: Tensor, name: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import KVCache
-from .functional import flash_attention
+from .functional import autocast_dtype, flash_attention, is_window
 
 ROTARY_BASE = 10000.0
 RMS_EPS = 1e-6
@@ -54,6 +54,9 @@ class SelfAttention(nn.Module):
         ...     out = layer(torch.randn(2, 1, 256), cache=cache)
         >>> cache.lengths
         tensor([101, 101], dtype=torch.int32)
+
+    Source: Vaswani et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762; grouped-query heads: Ainslie
+    et al., "GQA", https://arxiv.org/abs/2305.13245.
     """
 
     max_logits: Tensor
@@ -81,7 +84,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         if rotary and embed_dim // num_heads % 2:
             raise ValueError(f"rotary needs an even head width, got embed_dim / num_heads = {embed_dim // num_heads}")
-        if window is not None and (len(window) != 2 or min(window) < -1):
+        if window is not None and not is_window(window):
             raise ValueError(f"window must be two numbers of positions from -1 (no limit) up, got {window}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
@@ -155,8 +158,7 @@ class SelfAttention(nn.Module):
         if not self.causal:
             raise ValueError("a layer with causal=False can't use a cache: every token sees the ones after it")
         weight = self.qkv.weight
-        device = weight.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        dtype = autocast_dtype(weight.device) or weight.dtype
         return KVCache(batch_size, max_length, self.num_kv_heads, self.head_dim, weight.device, dtype)
 
     def qk_weights(self) -> tuple[Tensor, Tensor]:

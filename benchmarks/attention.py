@@ -102,6 +102,7 @@ def flex(batch: int, seqlen: int, mask: str) -> Attend:
     block_mask = None
     if mask != "full":
         block_mask = create_block_mask(rules[mask], None, None, length, length, device="cuda")
+    torch._dynamo.reset()  # or the ninth shape would be one too many to compile
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
 

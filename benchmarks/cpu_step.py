@@ -35,10 +35,20 @@ def the_examples(model: GPT) -> Step:
     return make_optimizer(model, PRESET, "muon").step
 
 
-def torch_muon_and_adamw(model: GPT) -> Step:
+def torch_muon_and_adamw(model: GPT, qkv_apart: bool = False) -> Step:
     hidden, rest = ([p for _, p in group["named"]] for group in split(model))
+    if qkv_apart:
+        hidden = [part for name, p in split(model)[0]["named"] for part in (thirds(p) if "qkv" in name else [p])]
     muon, adamw = torch.optim.Muon(hidden, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, fused=True)
     return lambda: (muon.step(), adamw.step())
+
+
+def thirds(fused: torch.nn.Parameter) -> list[torch.nn.Parameter]:
+    """Its q, k and v as parameters of their own, which torch.optim.Muon needs."""
+    parts = [torch.nn.Parameter(rows.clone()) for rows in fused.detach().chunk(3)]
+    for part, rows in zip(parts, fused.grad.chunk(3), strict=True):
+        part.grad = rows.clone()
+    return parts
 
 
 def split(model: GPT) -> list[dict[str, list[tuple[str, torch.nn.Parameter]]]]:
@@ -50,6 +60,7 @@ OPTIMIZERS: dict[str, Callable[[GPT], Step]] = {
     "muon, q, k and v apart (the example)": the_examples,
     "muon, NorMuon and cautious decay": lambda model: ours(model, neuron_norm=0.95, weight_decay_mode="cautious"),
     "torch.optim.Muon and fused AdamW": torch_muon_and_adamw,
+    "torch.optim.Muon, q, k and v apart, and fused AdamW": lambda model: torch_muon_and_adamw(model, qkv_apart=True),
     "fused AdamW alone": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True).step,
 }
 

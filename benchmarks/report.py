@@ -7,6 +7,7 @@ Each table stands between two markers that name its file; everything else in the
 
 import csv
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -47,35 +48,53 @@ TABLES: dict[str, list[tuple[str, str, str]]] = {
     "attention": [
         ("shape", "B, S, H, D", ""),
         ("mask", "mask", ""),
-        ("triton", "ours, forward / backward", ""),
-        ("sdpa_flash", "SDPA flash-2", ""),
-        ("flex", "FlexAttention", ""),
-        ("sdpa_cudnn", "SDPA cuDNN", ""),
+        ("by triton", "ours, forward / backward", ""),
+        ("by triton_max", "with max_logits", ""),
+        ("by sdpa_flash", "SDPA flash-2", ""),
+        ("by flex", "FlexAttention", ""),
+        ("by sdpa_cudnn", "SDPA cuDNN", ""),
     ],
+    "decode": [
+        ("shape", "B, S, Hq, Hkv, D", ""),
+        ("by triton", "ours, ms (GB/s)", ""),
+        ("by sdpa", "SDPA", ""),
+        ("by copy", "copying the keys", ""),
+    ],
+}
+# Where a row is one variant, what of it goes into the table's cell.
+CELLS: dict[str, Callable[[Row], str]] = {
+    "attention": lambda row: f"{float(row['forward_tflops']):.0f} / {float(row['backward_tflops']):.0f}",
+    "decode": lambda row: f"{float(row['ms']):.3f} ({float(row['gb_per_s']):,.0f})",
+}
+KEYS = {
+    "attention": ("batch", "seqlen", "heads", "width"),
+    "decode": ("batch", "length", "heads_q", "heads_k", "width"),
 }
 
 
 def read(name: str) -> list[Row]:
     with (DOCS / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return beside_each_other(rows) if name == "attention" else rows
+    return beside_each_other(name, rows) if name in CELLS else rows
 
 
-def beside_each_other(rows: list[Row]) -> list[Row]:
+def beside_each_other(name: str, rows: list[Row]) -> list[Row]:
     """One row a shape and mask, from one row each for every variant."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
-        shape = ", ".join(row[key] for key in ("batch", "seqlen", "heads", "width"))
-        one = found.setdefault((shape, row["mask"]), row | {"shape": shape, "flex": ""})
-        one[row["variant"]] = f"{float(row['forward_tflops']):.0f} / {float(row['backward_tflops']):.0f}"
+        shape = ", ".join(row[key] for key in KEYS[name])
+        one = found.setdefault((shape, row.get("mask", "")), row | {"shape": shape})
+        one[f"by {row['variant']}"] = CELLS[name](row)
     return list(found.values())
 
 
 def table(name: str, rows: list[Row]) -> str:
-    columns = TABLES[name]
+    columns = [column for column in TABLES[name] if any(row.get(column[0]) for row in rows)]
     lines = ["| " + " | ".join(heading for _, heading, _ in columns) + " |", "|---" * len(columns) + "|"]
     for row in rows:
-        cells = (format(float(row[key]), style) if style and row[key] else row[key] for key, _, style in columns)
+        cells = (
+            format(float(row[key]), style) if style and row.get(key) else row.get(key, "") for key, _, style in columns
+        )
         lines.append("| " + " | ".join(cells) + " |")
     first = rows[0]
     source = f"[{name}.csv]({name}.csv), {first['gpu']}, torch {first['torch']}, Triton {first['triton']}"

@@ -60,23 +60,9 @@ def place_in_site(path: Path) -> str:
     return name if name in PAGES else f"source/{name}.md"
 
 
-LATEX = {
-    r"\leftarrow": "←", r"\gamma": "γ", r"\lambda": "λ", r"\mu": "μ", r"\lVert": "‖", r"\rVert": "‖", r"\top": "ᵀ",
-    r"\quad": "  ", r"\,": "", r"\\": "", "&": "", "^": "",
-}  # fmt: skip
-
-
 class Docstrings(griffe.Extension):
-    """`Example:` is a section of its own, and maths directives become code blocks in Unicode."""
+    """`Example:` is a section of its own."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
-            obj.docstring.value = re.sub(r"^\.\. math::\n((?:    .*\n)+)", unicode_block, text, flags=re.MULTILINE)
-
-
-def unicode_block(match: re.Match[str]) -> str:
-    maths = re.sub(r"\\text\{(.*?)\}", r"\1", match[1])
-    for command, symbol in LATEX.items():
-        maths = maths.replace(command, symbol)
-    return f"\n{maths}"
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

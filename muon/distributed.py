@@ -30,15 +30,17 @@ from torch import Tensor
 from muon.dtensors import is_dtensor, local
 from muon.layout import Bucket, Deal, Layout, Matrix, layout_of_mesh
 from muon.matrices import (
+    SMALLEST_EPS,
     MatrixMode,
     Split,
     Tensors,
     add_update,
+    check_shapes,
     even_out,
     follow_second_moment,
     neuron_ratio,
 )
-from muon.newton_schulz import DEFAULT_WORKSPACE, iterate, operations, uses_triton
+from muon.newton_schulz import DEFAULT_WORKSPACE, Iteration, iterate, operations, uses_triton
 from muon.polynomials import Triple
 
 if TYPE_CHECKING:
@@ -128,15 +130,18 @@ class Engine:
         matrix: MatrixMode,
         split: Split,
         workspace: int | None,
+        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
         **options: Any,
     ) -> None:
         """Update parameters of one layout and their states, in place; every rank of the layout takes part."""
+        for whole in tensors:
+            check_shapes(whole, matrix)
         shapes = tuple(tuple(whole.param.shape) for whole in tensors)
         tensors = [whole.map(local) for whole in tensors]
         dtypes = tuple(tuple(None if t is None else t.dtype for t in whole) for whole in tensors)
         workspace = workspace or DEFAULT_WORKSPACE
         key = (id(layout), shapes, dtypes, repr(steps), matrix, repr(split), workspace)
-        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, steps, matrix, split, workspace)
+        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, steps, matrix, split, workspace, dtype_of)
         self.deals[key] = found  # the latest comes last
         if len(self.deals) > MOST_DEALS:
             del self.deals[next(iter(self.deals))]
@@ -278,7 +283,7 @@ class Run:
         self._fill([matrix.oriented(wide) for matrix, wide in zip(own, G, strict=True)], updates, None)
         ops = operations(uses_triton("auto", G))
         X = ops.allocate(len(own), n, m, G, self.bucket.dtype)
-        ops.normalize(G, X, self.eps)
+        ops.normalize(G, X, max(self.eps, SMALLEST_EPS))
         del G
         return iterate(X, steps, self.bucket.iteration, ops)[:, :n, :m]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from muon.matrices import MatrixMode, column_dims
+from muon.matrices import MatrixMode, column_dims, shape_of_rows
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -46,8 +46,7 @@ def distributed_like(whole: Tensor, param: Tensor) -> Tensor:
 
 def zeros_like_rows(param: Tensor, matrix: MatrixMode) -> Tensor:
     """Zeros, in at least float32, one for each row of each matrix of the parameter, and sharded as its rows are."""
-    cols = column_dims(param, matrix)
-    shape = [min(size, 1) if d in cols else size for d, size in enumerate(param.shape)]
+    shape, cols = shape_of_rows(param, matrix), column_dims(param, matrix)
     dtype = torch.promote_types(param.dtype, torch.float32)
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=param.device)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muon.matrices import MatrixMode, Split, Tensors, row_blocks
-from muon.newton_schulz import Iteration, memory, pick_dtype, pick_iteration, uses_triton
+from muon.newton_schulz import Iteration, memory, pick_iteration, uses_triton
 from muon.polynomials import Triple
 
 if TYPE_CHECKING:
@@ -263,6 +263,7 @@ class Deal:
         matrix: MatrixMode,
         split: Split,
         workspace: int,
+        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
     ) -> None:
         matrices = [
             found
@@ -277,23 +278,26 @@ class Deal:
             alike.setdefault((found.sides, tensors[found.index].param.device, dtypes), []).append(found)
         self.buckets: list[Bucket] = []
         for some in alike.values():
-            self.buckets += _cut(some, tensors[some[0].index], layout, steps, workspace // IN_FLIGHT)
+            whole = tensors[some[0].index]
+            iteration = pick_iteration("auto", steps, *some[0].sides, None, uses_triton("auto", whole.param))
+            dtype = dtype_of(iteration, whole.param)
+            self.buckets += _cut(some, whole, iteration, dtype, workspace // IN_FLIGHT)
         seen: set[int] = set()
         for bucket in self.buckets:
             bucket.finish(layout, seen)
 
 
 def _cut(
-    matrices: Sequence[Matrix], tensors: Tensors, layout: Layout, steps: Sequence[Triple], workspace: int
+    matrices: Sequence[Matrix], tensors: Tensors, iteration: Iteration, dtype: torch.dtype, workspace: int
 ) -> Iterator[Bucket]:
     """Buckets in which each rank has about as much to do, and that stay within the workspace, or hold a matrix a rank.
 
     Against the workspace count what an owner holds of each of its matrices, and the parts that every rank gets.
     """
-    (n, m), param = matrices[0].sides, tensors.param
-    iteration = pick_iteration("auto", steps, n, m, None, uses_triton("auto", param))
-    dtype = pick_dtype(iteration, param.dtype, param.device)
-    widest = torch.promote_types(torch.promote_types(param.dtype, tensors.momentum.dtype), torch.float32).itemsize
+    n, m = matrices[0].sides
+    widest = torch.promote_types(
+        torch.promote_types(tensors.param.dtype, tensors.momentum.dtype), torch.float32
+    ).itemsize
     own_bytes = memory(iteration, n, m, dtype) + 4 * n * m * widest
     part_bytes = 3 * max(max(region.numel() for region in matrix.regions) for matrix in matrices) * widest
     turns: dict[tuple[int, int], int] = {}

@@ -1,7 +1,7 @@
 """A parameter seen as batches of matrices, and matrices of equal shape gathered into buckets."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ from muon.rounding import join, split_off
 MatrixMode: TypeAlias = Literal["batch", "flatten", "transposed"] | None
 Split: TypeAlias = int | Sequence[int] | None
 
+SMALLEST_EPS = 1e-30  # 0 would divide zeros by 0; once its largest magnitude is 1, the norm of all else is at least 1
 NEURON_EPS = 1e-10  # of NorMuon's two divisions, as in its authors' code
 
 
@@ -48,6 +49,12 @@ def column_dims(tensor: Tensor, matrix: MatrixMode = None) -> list[int]:
     if matrix == "transposed":
         return [tensor.ndim - 2]
     return [tensor.ndim - 1] if _is_batch(tensor, matrix) else list(range(1, tensor.ndim))
+
+
+def shape_of_rows(tensor: Tensor, matrix: MatrixMode = None) -> tuple[int, ...]:
+    """The shape of one number for each row of each matrix, which broadcasts with the tensor."""
+    cols = column_dims(tensor, matrix)
+    return tuple(min(size, 1) if d in cols else size for d, size in enumerate(tensor.shape))
 
 
 def _is_batch(tensor: Tensor, matrix: MatrixMode) -> bool:
@@ -146,9 +153,24 @@ def _row_blocks_of_all(
     whole: Tensors, matrix: MatrixMode, split: Split
 ) -> Iterator[tuple[Tensors, tuple[int, int, int]]]:
     """``row_blocks`` of the parameter, and the same rows of its gradient and state."""
-    views = [None if tensor is None else row_blocks(tensor, matrix, split) for tensor in whole]
-    for i, (_, shape) in enumerate(row_blocks(whole.param, matrix, split)):
-        yield Tensors(*(None if blocks is None else blocks[i][0] for blocks in views)), shape  # type: ignore[arg-type]
+    check_shapes(whole, matrix)
+    of_param = row_blocks(whole.param, matrix, split)
+    others = [None if tensor is None else row_blocks(tensor, matrix, split) for tensor in whole[1:]]
+    for i, (view, shape) in enumerate(of_param):
+        yield Tensors(view, *(blocks and blocks[i][0] for blocks in others)), shape  # type: ignore[arg-type]
+
+
+def check_shapes(whole: Tensors, matrix: MatrixMode) -> None:
+    """Kernels would read and write past the end of state that a checkpoint, or another ``matrix``, made smaller."""
+    for name, tensor in zip(Tensors._fields, whole, strict=True):
+        if tensor is None:
+            continue
+        shape = shape_of_rows(whole.param, matrix) if name == "neuron_second_moment" else tuple(whole.param.shape)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} should have shape {shape} for a {tuple(whole.param.shape)} parameter with "
+                f"matrix={matrix!r} but has {tuple(tensor.shape)}: its checkpoint, or the group's matrix, was another"
+            )
 
 
 def _pieces(block: Block, most: int) -> list[Block]:
@@ -188,13 +210,12 @@ def apply(
     bucket: Bucket,
     X: Tensor,
     decay: float | Tensor,
-    scale_wide: float | Tensor,
-    scale_tall: float | Tensor,
+    scales: Mapping[bool, float | Tensor],
     *,
     cautious: bool = False,
     neuron_norm: float | None = None,
 ) -> None:
-    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m').
+    """param ← decay param + scale X, for each matrix of the bucket and of X (batch, n', m'); tall ones have a scale.
 
     ``cautious``: what the update pushes away from 0 doesn't decay. ``neuron_norm``: the update is evened out by rows,
     after second moment ← neuron_norm second moment + (1 - neuron_norm) mean square of each row.
@@ -202,13 +223,13 @@ def apply(
     n, m = bucket.sides
     for block, part in zip(bucket.blocks, X[:, :n, :m].split([block.count for block in bucket.blocks]), strict=True):
         second_moment = block.tensors.neuron_second_moment
-        update = part.mT if block.is_tall else part
+        update = part.mT.contiguous() if block.is_tall else part  # which adds up faster
         if second_moment is not None and neuron_norm is not None:
             second_moment = second_moment.view(block.count, block.rows, 1)
             follow_second_moment(update, second_moment, neuron_norm)
             update = normalize_neurons(update, second_moment)
-        scale = scale_tall if block.is_tall else scale_wide
-        add_update(block.tensors, update.reshape(block.tensors.param.shape), decay, scale, cautious=cautious)
+        update = update.reshape(block.tensors.param.shape)
+        add_update(block.tensors, update, decay, scales[block.is_tall], cautious=cautious)
 
 
 def add_update(
@@ -261,10 +282,10 @@ def normalize(G: Tensor, X: Tensor, eps: float) -> None:
     """X (batch, n', m') = each matrix of G (batch, rows, cols) over its Frobenius norm, transposed if it is tall.
 
     The norm is taken in at least float32, after the largest magnitude has been divided out, so that squares neither
-    overflow nor vanish.
+    overflow nor vanish. G is overwritten: memory of its own would cost a CPU more than the arithmetic does.
     """
     wide = G.mT if G.shape[1] > G.shape[2] else G
-    largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    scaled = wide.to(torch.promote_types(G.dtype, torch.float32)) / largest.masked_fill(largest == 0, 1)
+    largest = torch.maximum(wide.amax(dim=(-2, -1), keepdim=True), -wide.amin(dim=(-2, -1), keepdim=True))
+    scaled = wide.to(torch.promote_types(G.dtype, torch.float32)).div_(largest.masked_fill(largest == 0, 1))
     norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
     X[:, : wide.shape[1], : wide.shape[2]].copy_(scaled.div_(norm.clamp(min=eps)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from muon.matrices import normalize
+from muon.matrices import SMALLEST_EPS, normalize
 from muon.polynomials import KELLER_JORDAN, Coefficients, Triple, schedule
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -61,7 +61,7 @@ class TorchOperations:
         return like.new_empty(batch, n, m, dtype=dtype)
 
     def normalize(self, G: Tensor, X: Tensor, eps: float) -> None:
-        normalize(G, X, eps)
+        normalize(G.clone(), X, eps)
 
     def gram(self, X: Tensor) -> Tensor:
         return X @ X.mT
@@ -196,13 +196,14 @@ def orthogonalize(
         raise TypeError(f"dtype should be a real floating dtype but is: {dtype!r}")
     if not eps >= 0.0:
         raise ValueError(f"eps should be >= 0 but is: {eps}")
+    eps = max(eps, SMALLEST_EPS)
     steps = schedule(ns_coefficients, ns_steps)
     use_triton = uses_triton(backend, G, dtype)
     if G.numel() == 0:
         return G.clone()
 
     rows, cols = G.shape[-2:]
-    flat = G.reshape(-1, rows, cols)
+    flat = G.resolve_neg().reshape(-1, rows, cols)  # kernels see the memory as it is
     batch, n, m = len(flat), min(rows, cols), max(rows, cols)
     iteration = pick_iteration(method, steps, n, m, dtype, use_triton)
     dtype = dtype or pick_dtype(iteration, G.dtype, G.device)
@@ -216,7 +217,11 @@ def orthogonalize(
 
 
 def iterate(X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: MatrixOperations) -> Tensor:
-    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1."""
+    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1, in the dtype of X under autocast too."""
+    device = X.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return iterate(X, steps, iteration, ops)
     if iteration == "small":
         return _small_iteration(X, steps, X.dtype, eps=None)
     return gram_iteration(X, steps, ops) if iteration == "gram" else standard_iteration(X, steps, ops)

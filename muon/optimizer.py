@@ -13,10 +13,11 @@ from torch.optim.optimizer import ParamsT, StateDict
 from muon.adamw import adamw_step, number, step_device
 from muon.distributed import Engine
 from muon.dtensors import gradient, zeros_like_rows
-from muon.matrices import MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks
+from muon.matrices import SMALLEST_EPS, MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks
 from muon.metrics import adamw_metrics, muon_metrics, read
 from muon.newton_schulz import (
     DEFAULT_WORKSPACE,
+    Iteration,
     iterate,
     memory,
     operations,
@@ -45,18 +46,17 @@ PACK_COPIES = 6
 
 
 class Muon(Optimizer):
-    r"""Muon: momentum, orthogonalised matrix by matrix; AdamW for the groups that ask for it.
+    """Muon: momentum, orthogonalised matrix by matrix; AdamW for the groups that ask for it.
 
     For each matrix W with gradient G, learning rate γ, weight decay λ and momentum μ:
 
-    .. math::
-        B &\leftarrow \mu B + (1 - \mu) G \\
-        M &= \mu B + (1 - \mu) G \text{ (Nesterov), else } B \\
-        W &\leftarrow (1 - \gamma \lambda) W - \gamma\, f(\text{rows}, \text{cols})\, U p(S) V^\top
-        \quad \text{where } M / \lVert M \rVert = U S V^\top
+        B ← μ B + (1 - μ) G
+        M = μ B + (1 - μ) G  (Nesterov), else B
+        W ← (1 - γ λ) W - γ f(rows, cols) U p(S) Vᵀ,  where M / ‖M‖ = U S Vᵀ
 
     The first nine arguments are those of ``torch.optim.Muon``, and so is the result, to within the rounding of the
-    orthogonalisation. Matrices of equal sides go through it together.
+    orthogonalisation. Matrices of equal sides go through it together. It runs in float64 for float64 parameters, in
+    float16 or bfloat16 on a GPU, and on a CPU in bfloat16 if the processor multiplies that natively, else in float32.
 
     A 2-D parameter is one matrix; a 3-D parameter is a batch of matrices (experts); a 4-D or 5-D parameter is a
     convolution, seen as (out, everything else).
@@ -89,7 +89,7 @@ class Muon(Optimizer):
             State: ``neuron_second_moment``, float32, shaped like the parameter but of size 1 along its rows, so that it
             broadcasts with it and is sharded with its rows.
         momentum_dtype: dtype of ``momentum_buffer``, also of one that a checkpoint brings. ``None``: the gradient's, or
-            the checkpoint's.
+            the checkpoint's. float16 overflows at gradients above 65504 and loses those below 6e-8.
         bf16_remainder: keep 16 more bits of each bfloat16 parameter (state ``remainder``, int16, shaped like it), which
             make it an exact float32 of which the parameter is the nearest bfloat16: small updates add up instead of
             being rounded away. Combined with ``momentum_dtype=torch.float32`` training is what it would be with
@@ -185,7 +185,15 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; see ``torch.optim.Optimizer.add_param_group``. ``use_muon`` is understood."""
+        """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Args:
+            param_group: ``"params"`` and any options of ``Muon``; those left out are the optimizer's own.
+                ``"use_muon"``, True or False, may say what ``"algorithm"`` says.
+
+        Raises:
+            ValueError, TypeError: as for ``Muon``, and for ``"eps"`` in an AdamW group; the group isn't added then.
+        """
         param_group = {"betas": self._betas, **param_group}
         if "use_muon" in param_group:
             param_group["algorithm"] = "muon" if param_group.pop("use_muon") else "adamw"
@@ -220,6 +228,11 @@ class Muon(Optimizer):
         """The state, as of any optimizer of torch's, but for an ``adjust_lr_fn`` that is a function.
 
         As with ``LambdaLR``, whoever loads the state keeps their own function, and ``weights_only=True`` can read it.
+
+        Returns:
+            ``"state"``, of each parameter ``momentum_buffer`` (shaped like it, in the gradient's dtype or
+                ``momentum_dtype``) and what NorMuon and ``bf16_remainder`` add, or AdamW's ``exp_avg``, ``exp_avg_sq``
+                and ``step``; and ``"param_groups"``, the options of each group. ``torch.optim.Muon`` can load it.
         """
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
@@ -228,7 +241,14 @@ class Muon(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in."""
+        """Load a state of this optimizer or of ``torch.optim.Muon``; state keeps the dtype it was saved in.
+
+        Args:
+            state_dict: what ``state_dict`` of either returned. Options that it lacks stay as the groups have them.
+
+        Raises:
+            ValueError: from torch, for other numbers of groups or parameters.
+        """
         final: list[StateDict] = []  # as hooks leave it, of which this one runs last
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, loaded: final.append(loaded)),
@@ -256,7 +276,18 @@ class Muon(Optimizer):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's value, if there is one."""
+        """Update every parameter that has a gradient, which is left as it is.
+
+        Args:
+            closure: called first, with gradients enabled, as by any torch optimizer.
+
+        Returns:
+            What the closure returned; ``None`` without one.
+
+        Raises:
+            RuntimeError: complex parameters or sparse gradients in a Muon group, sparse ones in an AdamW group; in a
+                CUDA graph's capture without ``capturable``, or before a step outside of it.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -284,13 +315,18 @@ class Muon(Optimizer):
         Nothing is recorded during a step: this computes it anew from gradients and state, at the price of about one
         step in plain torch, and waits for the GPU once. Sharded parameters are gathered, one at a time, so every rank
         must call it, and gets the figures of the whole model. Call it between ``step`` and ``zero_grad``. Parameters
-        without a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number or its
-        ``"name"``:
+        without a gradient are left out. Keys are ``"0/gradient_norm"`` and so on, by the group's number, or its
+        ``"name"`` if no other group has that:
 
         - ``gradient_norm`` and ``momentum_norm``: Frobenius norms over the group (AdamW: of the first moment);
         - ``update_rms``: root mean square of what was added to the parameters, without weight decay;
         - ``orthogonality_error`` (Muon): ‖O Oᵀ - I‖ / ‖I‖ over all matrices, O the orthogonalised update, on the
           shorter side; with plain Newton-Schulz coefficients it is about 0.3, of an update of low rank about 1.
+
+        How many attention heads a ``QKClip`` scaled down is in its own ``metrics()``, to be merged with these.
+
+        Returns:
+            A number for each key.
 
         Example:
             >>> import torch
@@ -304,8 +340,10 @@ class Muon(Optimizer):
         """
         found: dict[str, Tensor] = {}
         present = self._present()
+        names = [group.get("name") for group in self.param_groups]
         for index, group in enumerate(self.param_groups):
-            params = [p for p in present[index] if self.state.get(p)]
+            state = "momentum_buffer" if group["algorithm"] == "muon" else "exp_avg"  # which a step has left
+            params = [p for p in present[index] if state in self.state.get(p, {})]
             if not params:
                 continue
             if group["algorithm"] == "muon":
@@ -313,7 +351,8 @@ class Muon(Optimizer):
                 metrics = muon_metrics(group, [self._tensors(p, group) for p in params], factor)
             else:
                 metrics = adamw_metrics(group, params, [self.state[p] for p in params])
-            found |= {f"{group.get('name', index)}/{name}": value for name, value in metrics.items()}
+            label = index if names[index] is None or names.count(names[index]) > 1 else names[index]
+            found |= {f"{label}/{name}": value for name, value in metrics.items()}
         return read(found)
 
     def _present(self) -> list[list[Tensor]]:
@@ -334,7 +373,7 @@ class Muon(Optimizer):
         scalars = {"lr": number(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
         tensors, shared = self._engine.divide(tensors, group["matrix"])
         for layout, part in shared.items():
-            self._engine.step(part, layout, **scalars, **_planned(_options(group)))
+            self._engine.step(part, layout, **scalars, **_planned(_options(group)), dtype_of=_dtype_of_step)
         for device, part in _by_device(tensors, group["foreach"] is not False and _is_row_major(group)).items():
             if device is None:
                 muon(part, **scalars, **_options(group))
@@ -361,7 +400,7 @@ class Muon(Optimizer):
 
         options = _options(group)
         described = tuple(tuple(t if t is None else (t.shape, t.dtype) for t in whole) for whole in tensors)
-        key = (described, repr(options))
+        key = (described, repr(options), id(options["adjust_lr_fn"]))  # the plan keeps the function, and so its id
         plans = self._plans.setdefault((index, device), {})
         plan = plans.pop(key, None)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -449,7 +488,7 @@ def muon(
     def most(n: int, m: int, param: Tensor) -> int:
         iteration = pick_iteration("auto", steps, n, m, None, uses_triton("auto", param))
         in_pack = PACK_COPIES * n * m * torch.promote_types(param.dtype, torch.float32).itemsize
-        needed = max(in_pack, memory(iteration, n, m, pick_dtype(iteration, param.dtype, param.device)))
+        needed = max(in_pack, memory(iteration, n, m, _dtype_of_step(iteration, param)))
         return (workspace or DEFAULT_WORKSPACE) // needed
 
     for bucket in buckets(tensors, matrix, split, most, together=foreach is not False):
@@ -457,13 +496,31 @@ def muon(
         use_triton = uses_triton("auto", param)
         iteration = pick_iteration("auto", steps, n, m, None, use_triton)
         ops = operations(use_triton)
-        X = ops.allocate(bucket.batch, n, m, param, pick_dtype(iteration, param.dtype, param.device))
-        pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=eps)
+        X = ops.allocate(bucket.batch, n, m, param, _dtype_of_step(iteration, param))
+        pack(bucket, X, momentum, nesterov=nesterov, maximize=maximize, eps=max(eps, SMALLEST_EPS))
         X = iterate(X, steps, iteration, ops)
         rate = lr.to(param.device) if isinstance(lr, Tensor) else lr
-        scale_wide, scale_tall = (-rate * lr_factor(adjust_lr_fn, *shape) for shape in ((n, m), (m, n)))
+        shapes = {block.is_tall: (block.rows, block.cols) for block in bucket.blocks}
+        scales = {is_tall: -rate * lr_factor(adjust_lr_fn, *shape) for is_tall, shape in shapes.items()}
         cautious = weight_decay_mode == "cautious"
-        apply(bucket, X, 1 - rate * weight_decay, scale_wide, scale_tall, cautious=cautious, neuron_norm=neuron_norm)
+        apply(bucket, X, 1 - rate * weight_decay, scales, cautious=cautious, neuron_norm=neuron_norm)
+
+
+def _dtype_of_step(iteration: Iteration, param: Tensor) -> torch.dtype:
+    """That of ``orthogonalize``, but bfloat16, as on a GPU and in torch.optim.Muon, where a CPU multiplies it natively.
+
+    There it takes half of float32's time; without the instructions it would take 8 to 38 times as long.
+    """
+    if param.device.type == "cpu" and param.dtype in (torch.float32, torch.bfloat16) and multiplies_bfloat16():
+        return torch.bfloat16
+    return pick_dtype(iteration, param.dtype, param.device)
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it: AVX512-BF16 or AMX."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, check, bool)() for check in checks)
 
 
 def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:
@@ -500,10 +557,14 @@ def _check_options(group: dict[str, Any]) -> None:
     if group["neuron_norm"] is not None and not 0.0 <= group["neuron_norm"] < 1.0:
         raise ValueError(f"neuron_norm should be None or in [0, 1) but is: {group['neuron_norm']}")
     dtype = group["momentum_dtype"]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"momentum_dtype should be None or a real floating dtype but is: {dtype!r}")
+    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"momentum_dtype should be None, float16, bfloat16, float32 or float64 but is: {dtype!r}")
     if group["workspace"] is not None and not group["workspace"] > 0:
         raise ValueError(f"workspace should be None or a positive number of bytes but is: {group['workspace']}")
+    split = group["split"]
+    sizes = split if isinstance(split, Iterable) else () if split is None else (split,)
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(f"split should be None, a number of blocks or their sizes but is: {split!r}")
     adjust_lr_fn = group["adjust_lr_fn"]
     names = (None, "original", "match_rms_adamw", "spectral_unclamped")
     if not callable(adjust_lr_fn) and adjust_lr_fn not in names:

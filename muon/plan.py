@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muon.kernels import stages
-from muon.matrices import Block, MatrixMode, Split, Tensors, buckets
+from muon.matrices import SMALLEST_EPS, Block, MatrixMode, Split, Tensors, buckets
 from muon.newton_schulz import DEFAULT_WORKSPACE, Iteration, iterate, memory, operations, pick_dtype, pick_iteration
 from muon.polynomials import Triple
 
@@ -58,8 +58,9 @@ class Plan:
         neuron_norm: float | None = None,
         workspace: int | None = None,
     ) -> None:
-        self.steps, self.nesterov, self.maximize, self.eps = steps, nesterov, maximize, eps
+        self.steps, self.nesterov, self.maximize, self.eps = steps, nesterov, maximize, max(eps, SMALLEST_EPS)
         self.cautious, self.neuron_norm = cautious, neuron_norm
+        self.lr_factor = lr_factor
         self.device = tensors[0].param.device
         self.buckets: list[PlannedBucket] = []
         owners: list[int] = []  # of each row: the parameter's index,
@@ -70,7 +71,7 @@ class Plan:
             for block in bucket.blocks:
                 owners += [block.index] * block.count
                 places += _places(block, tensors[block.index])
-                factors += [lr_factor(block.rows, block.cols)] * block.count
+                factors += [self.lr_factor(block.rows, block.cols)] * block.count
             param, grad, momentum, _, remainder = bucket.blocks[0].tensors
             iteration = self._iteration(*bucket.sides)
             self.buckets.append(
@@ -210,7 +211,7 @@ def _places(block: Block, whole: Tensors) -> list[list[int]]:
 
 
 def suits(tensors: Tensors) -> bool:
-    """Whether the kernels can reach these: plain, contiguous, of a 16-bit or 32-bit dtype, on one device.
+    """Whether the kernels can reach these: plain, contiguous, of the dtypes that they take, on one device.
 
     A subclass, such as a DTensor, may have its elements elsewhere.
     """
@@ -220,8 +221,13 @@ def suits(tensors: Tensors) -> bool:
             continue
         if type(tensor) not in (Tensor, Parameter) or not tensor.is_contiguous() or tensor.device != device:
             return False
+        if tensor.is_neg():  # its memory holds the negative
+            return False
+    second_moment, remainder = tensors.neuron_second_moment, tensors.remainder
     return (
         tensors.param.dtype in stages.DTYPES
         and tensors.grad.dtype in stages.DTYPES
         and tensors.momentum.dtype in stages.DTYPES
+        and (second_moment is None or second_moment.dtype == torch.float32)
+        and (remainder is None or remainder.dtype == torch.int16)
     )

@@ -7,6 +7,7 @@ schedule is a sequence of such steps, written as triples (a, b, c).
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -65,13 +66,28 @@ def schedule(ns_coefficients: Coefficients, ns_steps: int) -> tuple[Triple, ...]
     - For more, it goes on with the converging tail, whose step has p(1) = 1 and p'(1) = p''(1) = 0: near 1 it cubes the
       distance to 1. Repeating the last step instead would not converge: that step balances the range it was made for.
 
+    Args:
+        ns_coefficients: a triple (a, b, c), a preset's name, or a sequence of triples.
+        ns_steps: number of steps.
+
+    Returns:
+        A triple (a, b, c) of floats for each step.
+
     Raises:
         ValueError: an unknown preset, triples that are not three finite numbers, a number of steps outside
             0 .. 99, or a schedule that would turn some singular value's sign around, extinguish it, or inflate it past
             2; the message names the interval that singular values reach.
+
+    Example:
+        >>> from muon.polynomials import schedule
+        >>> schedule((3.4445, -4.775, 2.0315), ns_steps=2)
+        ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))
+
+    Sources: Keller Jordan, https://kellerjordan.github.io/posts/muon/; Amsel et al., "The Polar Express",
+    https://arxiv.org/abs/2505.16932; https://leloykun.github.io/ponder/muon-opt-coeffs/ (Quintic).
     """
-    if not 0 <= ns_steps < 100:
-        raise ValueError(f"ns_steps should be between 0 and 99 but is: {ns_steps}")
+    if not (isinstance(ns_steps, Integral) and 0 <= ns_steps < 100):
+        raise ValueError(f"ns_steps should be an integer between 0 and 99 but is: {ns_steps}")
     steps = _steps(ns_coefficients, ns_steps)
     _certify(steps)
     return steps
@@ -82,6 +98,20 @@ def output_range(steps: Sequence[Triple]) -> tuple[float, float]:
 
     A continuous function maps an interval onto an interval whose ends lie at its ends or critical points, so the image
     of the whole schedule is found step by step; the lower end is 0, the limit at 0, unless the schedule goes negative.
+
+    Args:
+        steps: a triple (a, b, c) for each step, as from ``schedule``; they are not checked.
+
+    Returns:
+        (lowest, highest).
+
+    Example:
+        >>> from muon.polynomials import output_range, schedule
+        >>> low, high = output_range(schedule("polar_express", 5))
+        >>> low, round(high, 3)
+        (0.0, 1.141)
+
+    Source: the extreme value theorem; the critical points of a s + b s³ + c s⁵ are roots of a quadratic in s².
     """
     low, high = 0.0, LARGEST_SINGULAR_VALUE
     for triple in steps:
@@ -92,7 +122,9 @@ def output_range(steps: Sequence[Triple]) -> tuple[float, float]:
 def _steps(ns_coefficients: Coefficients, ns_steps: int) -> tuple[Triple, ...]:
     if isinstance(ns_coefficients, str):
         return _named_steps(ns_coefficients, ns_steps)
-    if len(ns_coefficients) == 3 and all(isinstance(c, (int, float)) for c in ns_coefficients):
+    if not hasattr(ns_coefficients, "__len__"):
+        return (_triple(ns_coefficients),)  # raises
+    if len(ns_coefficients) == 3 and all(isinstance(c, Real) for c in ns_coefficients):
         return (_triple(ns_coefficients),) * ns_steps
     return tuple(_triple(triple) for triple in ns_coefficients)
 

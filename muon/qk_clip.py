@@ -15,13 +15,12 @@ from muon.dtensors import distributed_like, is_dtensor, local
 
 
 class QKClip:
-    r"""Scales down, after each step, the queries and keys of attention heads whose largest logit passed a threshold.
+    """Scales down, after each step, the queries and keys of attention heads whose largest logit passed a threshold.
 
     With S the largest logit of a query head since the last step, over all ranks:
 
-    .. math::
-        \gamma = \text{threshold} / S \text{ if } S > \text{threshold, else } 1, \qquad
-        W_q \leftarrow \gamma^\alpha W_q, \quad W_k \leftarrow \gamma^{1 - \alpha} W_k
+        γ = threshold / S if S > threshold, else 1
+        W_q ← γ^α W_q,  W_k ← γ^(1 - α) W_k
 
     so that the same input would reach the threshold exactly. Query heads that share a key head share the smallest γ
     among them: the key's factor acts on all of them, and undoing it in the other queries would make weights grow with
@@ -46,6 +45,8 @@ class QKClip:
 
     Attributes:
         num_clipped: int64 tensor, on the device: how many query heads passed the threshold in the last step.
+        max_logit: float32 tensor, on the device: the largest logit of all heads that the last step saw, clipped or not;
+            -inf before the first.
 
     Raises:
         ValueError: no such module in the model, or one with QK-norm, whose logits don't depend on the scale of its
@@ -59,6 +60,8 @@ class QKClip:
         >>> optimizer = Muon(layer.parameters(), lr=0.02)
         >>> clip = QKClip(layer, optimizer, threshold=100.0)  # from here on optimizer.step() clips
         >>> clip.remove()  # and from here on no longer
+
+    Source: Kimi Team, "Kimi K2", https://arxiv.org/abs/2507.20534, section 2.1.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, threshold: float = 100.0, alpha: float = 0.5) -> None:
@@ -66,7 +69,7 @@ class QKClip:
             raise ValueError(f"threshold should be a number above 0 but is: {threshold}")
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha should be from 0 to 1 but is: {alpha}")
-        found = [(n, m) for n, m in model.named_modules() if hasattr(m, "max_logits") and hasattr(m, "qk_weights")]
+        found = [(n, m) for n, m in model.named_modules() if _is_attention(m)]
         if not found:
             raise ValueError("the model has no module with max_logits and qk_weights(): SelfAttention(max_logits=True)")
         for name, module in found:
@@ -78,11 +81,34 @@ class QKClip:
         self.modules: list[Any] = [module for _, module in found]
         self.threshold, self.alpha = threshold, alpha
         self.num_clipped = torch.zeros((), dtype=torch.int64)
+        self.max_logit = torch.full((), -torch.inf)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.clip())
 
     def remove(self) -> None:
         """Clip no longer after the optimizer's steps."""
         self._hook.remove()
+
+    def metrics(self) -> dict[str, int | float]:
+        """What the last step's clip found, over all layers and ranks, for a logger; see also ``Muon.metrics``.
+
+        Returns:
+            ``"clipped_heads"``, how many query heads passed the threshold, and ``"max_logit"``, the largest logit
+                before the clip. Reading them waits for the device once, which the clip itself never does.
+
+        Example:
+            >>> import torch
+            >>> from attention import SelfAttention
+            >>> from muon import Muon, QKClip
+            >>> layer = SelfAttention(embed_dim=64, num_heads=4, max_logits=True)
+            >>> optimizer = Muon(layer.parameters(), lr=0.02)
+            >>> clip = QKClip(layer, optimizer, threshold=100.0)
+            >>> layer.update_max_logits(torch.tensor([30.0, 250.0, 99.0, 101.0]))  # as a forward pass does
+            >>> optimizer.step()
+            >>> clip.metrics()
+            {'clipped_heads': 2, 'max_logit': 250.0}
+        """
+        clipped, largest = torch.stack([self.num_clipped.float(), self.max_logit]).tolist()
+        return {"clipped_heads": int(clipped), "max_logit": largest}
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -93,7 +119,7 @@ class QKClip:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         clipped = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clipped, self.threshold / largest, 1.0)
-        self.num_clipped = clipped.sum()
+        self.num_clipped, self.max_logit = clipped.sum(), largest.amax()
         for module, x in zip(self.modules, gamma.split([len(x) for x in logits]), strict=True):
             with _writable(module):
                 biases = module.qk_biases() if hasattr(module, "qk_biases") else None
@@ -121,6 +147,11 @@ def _writable(module: nn.Module) -> Iterator[None]:
     for (_, _, p), factors in zip(owners, ones, strict=True):
         if p is not None:
             local(p).mul_(local(distributed_like(factors, p)))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """A wrapper, such as torch.compile's, hands on the attributes of the layer inside, but isn't of its class."""
+    return hasattr(module, "max_logits") and hasattr(type(module), "qk_weights")
 
 
 def _logits(module: Any) -> Tensor:

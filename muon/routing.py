@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from muon.matrices import matrix_shape
 from muon.optimizer import Muon
@@ -47,9 +48,9 @@ class ParamGroups(list[dict[str, Any]]):
 
     def __init__(self, routes: list[Route]) -> None:
         self.routes = routes
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[object, dict[str, Any]] = {}
         for route in routes:
-            group = groups.setdefault(repr(sorted(route.options.items())), {"params": [], **route.options})
+            group = groups.setdefault(_identity(route.options), {"params": [], **route.options})
             group["params"].append((route.names[0], route.param))
         super().__init__(sorted(groups.values(), key=lambda group: group["algorithm"] != "muon"))
 
@@ -75,6 +76,12 @@ class ParamGroups(list[dict[str, Any]]):
         for route in self.routes:
             counts[route.options["algorithm"]] += route.param.numel()
         return f"{counts['muon']:,} elements to Muon, {counts['adamw']:,} to AdamW"
+
+
+def _identity(options: dict[str, Any]) -> object:
+    """Equal for options of one group: learning rates that are tensors, and functions, are only equal to themselves."""
+    by_id = {name: id(v) if isinstance(v, Tensor) or callable(v) else repr(v) for name, v in options.items()}
+    return frozenset(by_id.items())
 
 
 def param_groups(
@@ -119,7 +126,8 @@ def param_groups(
         The groups, a list; ``print`` shows a table of every parameter with its shape, its group and why.
 
     Raises:
-        ValueError: a pattern that matches no parameter, or an option or algorithm that isn't one.
+        ValueError: a pattern that matches no parameter, an option or algorithm that isn't one, or a lazy layer that
+            hasn't been called.
 
     Example:
         >>> import torch
@@ -184,6 +192,8 @@ def _routes(model: nn.Module) -> Iterator[Route]:
     for key, param in params.items():
         if not param.requires_grad:
             continue
+        if is_lazy(param):
+            raise ValueError(f"{names[key][0]} has no shape yet: call the model once before param_groups")
         owner, leaf = _owner_and_leaf(names[key][0])
         matrices, kind = _matrices(owner, leaf, modules[owner], param)
         why = _reason_for_adamw(owner, leaf, modules, param, places.get(key, ""))

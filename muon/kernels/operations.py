@@ -26,7 +26,7 @@ class TritonOperations:
         if G.is_contiguous() and G.dtype in stages.DTYPES:
             stages.normalize(G, X, eps)
         else:
-            normalize(G, X, eps)
+            normalize(G.clone(), X, eps)
 
     def gram(self, X: Tensor) -> Tensor:
         return self.symmetric(X, X, 1.0)

@@ -118,6 +118,7 @@ def check(
             inputs[name] = x
     result = with_gradients(ours, inputs, grad_out, grad_lse)
     assert result["out"].dtype == q.dtype and result["lse"].dtype == torch.float32
+    assert not result["max_logits"].requires_grad
     plain = with_gradients(reference, inputs, grad_out, grad_lse)
     truth = with_gradients(reference, {name: x.double() for name, x in inputs.items()}, grad_out, grad_lse)
     assert_right(result, plain, truth)

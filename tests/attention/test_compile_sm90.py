@@ -20,7 +20,6 @@ VARLEN = {"cu_q_ptr", "cu_k_ptr"}
 DROPOUT = {"seed_ptr", "drop_below", "keep_scale"}
 # What is on, whether a window's right and left are.
 OPTION_CASES = [
-    (VARLEN, True, False),
     (VARLEN | {"softcap", "sinks_ptr"}, True, True),
     (DROPOUT | {"slopes_ptr"}, True, False),
     ({"mask"}, False, False),
@@ -67,7 +66,8 @@ ALLOWED = {
     ("fp32", 64, forward._forward_kernel): 64,
 }
 # In fp32 the widths people use: the table's wider ones spill a little, being there to be right, not fast.
-cases = [("bf16", width, width, tiles, (True, False)) for width, tiles in HOPPER_16BIT.items()]
+cases = [("bf16", width, width, HOPPER_16BIT[width], (True, False)) for width in (64, 128)]
+cases += [("bf16", width, width, HOPPER_16BIT[width], (True,)) for width in (32, 256)]
 cases += [("bf16", 192, 128, HOPPER_16BIT[256], (True,)), ("bf16", 40, 24, HOPPER_16BIT[64], (True,))]
 cases += [("fp32", width, width, ANY_32BIT[width], (True,)) for width in (32, 64)]
 for dtype, width, width_v, tiles, masks in cases:
@@ -95,7 +95,7 @@ print("mask gradient:", f"spills {report.spilled_bytes} bytes" if report.spilled
 """
 
 
-@pytest.mark.parametrize(("cases", "count"), [(PLAIN, 36), (OPTIONS, 13)])
+@pytest.mark.parametrize(("cases", "count"), [(PLAIN, 30), (OPTIONS, 10)])
 def test_every_configuration_compiles(cases, count):
     pytest.importorskip("triton", reason="needs Triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT + cases)

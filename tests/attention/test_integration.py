@@ -184,6 +184,17 @@ def test_vmap(backend, in_dims, option):
         torch.testing.assert_close(x, y)
 
 
+def test_vmap_draws_one_dropout_or_several():
+    q = torch.randn(1, 8, 2, 4).expand(3, 1, 8, 2, 4)
+
+    def outputs(randomness):
+        return torch.vmap(lambda x: flash_attention(x, x, x, dropout_p=0.5), randomness=randomness)(q)
+
+    same, different = outputs("same"), outputs("different")
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
+
+
 @both_backends
 @pytest.mark.parametrize("with_sinks", [True, False])
 def test_a_batch_of_gradients(backend, with_sinks):
@@ -384,6 +395,12 @@ def test_errors_name_the_argument(tensors, error, message):
         flash_attention(*tensors)
 
 
+def test_meta_tensors_tell_the_shapes():
+    q, k, v = (x.to("meta") for x in inputs())
+    out, lse = flash_attention(q, k, v, return_lse=True, dropout_p=0.1)
+    assert out.device.type == lse.device.type == "meta" and out.shape == q.shape and lse.shape == (2, 4, 8)
+
+
 def test_mixed_devices():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="k is on meta but q is on cpu"):
@@ -395,6 +412,9 @@ def test_mixed_devices():
     [
         ({"window": (3, -2)}, ValueError, r"window must be \(left, right\).*got \(3, -2\)"),
         ({"window": (3,)}, ValueError, r"window must be \(left, right\).*got \(3,\)"),
+        ({"window": 3}, ValueError, r"window must be \(left, right\).*got 3"),
+        ({"window": (3, None)}, ValueError, r"window must be \(left, right\).*got \(3, None\)"),
+        ({"window": (2.5, 0)}, ValueError, r"window must be \(left, right\).*got \(2.5, 0\)"),
         ({"softcap": 0.0}, ValueError, "softcap must be above 0 and finite, got 0.0"),
         ({"softcap": float("inf")}, ValueError, "softcap must be above 0 and finite, got inf"),
         ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(4,\), got \(2,\)"),

@@ -141,7 +141,7 @@ def test_errors(arguments, options, message):
         SelfAttention(*arguments, **options)
 
 
-@pytest.mark.parametrize("window", [(3,), (-2, 0)])
+@pytest.mark.parametrize("window", [(3,), (-2, 0), 3, (3, None), (2.5, 0)])
 def test_a_window_is_two_numbers_of_positions(window):
     with pytest.raises(ValueError, match="window must be two numbers of positions from -1"):
         SelfAttention(32, 2, window=window)

@@ -90,7 +90,7 @@ def test_torch_backend(data):
     check(*inputs, **options, backend="torch")
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_triton_backend(data):
     inputs, options = draw_case(data, [torch.float32, torch.float16], 80)
@@ -105,6 +105,21 @@ def test_window_is_flash_attentions(backend):
     out = flash_attention(q, k, v, window=(2, 1), backend=backend)[0, :, 0, :6]
     expected = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
     torch.testing.assert_close(out, expected / expected.sum(1, keepdim=True))
+
+
+@both_backends
+@pytest.mark.parametrize("mask_shape", [(2, 4, 40, 50), (1, 1, 1, 50)])
+def test_gradient_of_a_mask_under_dropout(backend, mask_shape):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, length, heads, 8) for length, heads in ((40, 4), (50, 2), (50, 2)))
+    check(q, k, v, torch.randn_like(q), mask=torch.randn(mask_shape), dropout_p=0.4, backend=backend)
+
+
+@both_backends
+def test_a_window_may_pass_32_bits(backend):
+    q = torch.randn(1, 20, 1, 8)
+    out = flash_attention(q, q, q, window=(2**40, 2**31 - 1), backend=backend)
+    torch.testing.assert_close(out, flash_attention(q, q, q, backend=backend))
 
 
 @both_backends
@@ -140,6 +155,20 @@ def test_rows_past_the_last_sequence(backend):
 
 
 @both_backends
+def test_strided_cu_seqlens(backend):
+    """A column of a table of lengths, for example."""
+    torch.manual_seed(0)
+    cu_seqlens = cumulative([4, 6])
+    column = torch.stack([cu_seqlens, torch.full_like(cu_seqlens, 3)], 1)[:, 0]
+    results = []
+    for cu in (cu_seqlens, column):
+        x = torch.randn(10, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = flash_attention_varlen(x, x, x, cu, cu, 6, 6, causal=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@both_backends
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -torch.inf])])
 def test_nothing_to_see(backend, sinks):
     """No key at all, in a batch, packed, and in a packed sequence: the sink is all there is."""
@@ -172,7 +201,7 @@ def visible_pairs(mask_kind):
     """What sees what, and the options that say so."""
     i, j = np.arange(LENGTH_Q)[:, None] + LENGTH_K - LENGTH_Q, np.arange(LENGTH_K)
     if mask_kind == "window":
-        return (j <= i) & (j >= i - 25), {"window_left": 25, "window_right": 0}
+        return (j <= i) & (j >= i - 25), {"window_left": 25, "window_right": 0, "softcap": 20.0}
     if mask_kind == "mask":
         mask = torch.rand(1, 1, LENGTH_Q, LENGTH_K, generator=torch.Generator().manual_seed(0)) < 0.3
         mask &= torch.from_numpy(abs(i - j) < 20)

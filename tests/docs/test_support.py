@@ -30,8 +30,10 @@ MUON = [
     "neuron_norm",
     "momentum_dtype",
     "bf16_remainder",
+    "workspace",
     "foreach",
     "capturable",
+    "distributed_group",
 ]
 
 FLASH_ATTENTION = {
@@ -101,7 +103,9 @@ def test_options_of_self_attention(name):
     [
         ("flash_attention_varlen", hasattr(attention, "flash_attention_varlen")),
         ("SelfAttention.new_cache", hasattr(SelfAttention, "new_cache")),
+        ("Muon.metrics", hasattr(Muon, "metrics")),
         ("muon.QKClip", hasattr(muon, "QKClip")),
+        ("QKClip.metrics", hasattr(muon.QKClip, "metrics")),
     ],
 )
 def test_what_may_be_imported(name, found):
@@ -111,4 +115,6 @@ def test_what_may_be_imported(name, found):
 def test_every_option_has_a_row():
     options = set(inspect.signature(flash_attention).parameters) - {"q", "k", "v", "backend"}
     assert options == set(FLASH_ATTENTION)
+    options = set(inspect.signature(Muon).parameters) - set(inspect.signature(torch.optim.Muon).parameters)
+    assert options - {"betas", "adamw_eps"} == set(MUON)
     assert {*FLASH_ATTENTION, *MUON} <= set(ROWS)

@@ -139,6 +139,13 @@ def test_gradient_of_a_broadcast_mask(shape):
     check(*inputs(2, 400, 500, 4, 2, 64, 64, FP32), mask=mask, backend="triton")
 
 
+def test_max_logits_at_scale_zero():
+    """Queries without keys keep -inf, and 0 · -inf must not become NaN; the interpreter's maximum ignores NaN."""
+    q, k, v, _ = inputs(1, 150, 5, 2, 2, 64, 64, BF16)
+    _, largest = flash_attention(q, k, v, causal=True, scale=0.0, softcap=5.0, return_max_logits=True)
+    assert torch.equal(largest, torch.zeros_like(largest))
+
+
 @pytest.mark.parametrize("width", [64, 128])
 def test_max_logits_change_nothing_else(width):
     q, k, v, _ = inputs(2, 1000, 1000, 4, 2, width, width, BF16)

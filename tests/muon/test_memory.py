@@ -60,7 +60,7 @@ def test_the_memory_of_an_iteration_is_what_is_said(iteration):
 
 
 @pytest.mark.parametrize("options", [{}, {"neuron_norm": 0.9, "weight_decay_mode": "cautious", "bf16_remainder": True}])
-def test_a_thousand_steps_hold_no_more_than_three_hundred(options):
+def test_two_thousand_steps_hold_no_more_than_a_thousand(options):
     dtype = torch.bfloat16 if options.get("bf16_remainder") else torch.float32
     params = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((4, 8), (8, 4), (8,))]
     optimizer = Muon([{"params": params[:2], **options}, {"params": params[2:], "algorithm": "adamw", **options}])
@@ -72,13 +72,14 @@ def test_a_thousand_steps_hold_no_more_than_three_hundred(options):
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (step + 1)
             optimizer.step()
-        gc.collect()
+            if step % 100 == 99:
+                gc.collect()  # which empties Python's free lists; after other tests they take long to settle without
         tensors = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
         return tensors, tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
-    tensors, traced = steps(0, 300)  # until the free lists of Python have settled
-    more_tensors, more_traced = steps(300, 1000)
+    tensors, traced = steps(0, 1000)
+    more_tensors, more_traced = steps(1000, 2000)
     tracemalloc.stop()
     assert more_tensors == tensors
     assert more_traced - traced < 20_000

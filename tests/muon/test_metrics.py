@@ -22,12 +22,20 @@ def norm(tensors):
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize(
-    "options", [{}, {"neuron_norm": 0.9, "adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False, "maximize": True}]
+    "options",
+    [
+        {},
+        {"maximize": True},
+        {"neuron_norm": 0.9, "adjust_lr_fn": "match_rms_adamw"},
+        {"nesterov": False, "maximize": True},
+    ],
 )
 def test_of_a_muon_group(options, lr):
     params = parameters((8, 12), (12, 8), (2, 8, 12))
     optimizer = Muon(params, lr=lr, weight_decay=0.0, **options)
-    for _ in range(3):
+    for step in range(3):
+        for p in params:
+            p.grad = p.grad.roll(step)
         before = [p.detach().clone() for p in params]
         optimizer.step()
     found = optimizer.metrics()
@@ -98,3 +106,20 @@ def test_reading_changes_nothing_and_needs_a_step_with_gradients():
         assert all(torch.equal(optimizer.state[p][name], state[p][name]) for name in state[p])
     optimizer.zero_grad()
     assert optimizer.metrics() == {}
+
+
+def test_a_group_that_has_changed_its_algorithm_has_nothing_to_tell_yet():
+    p = torch.nn.Parameter(torch.eye(4))
+    p.grad = torch.eye(4)
+    optimizer = Muon([p])
+    optimizer.step()
+    for algorithm in ("adamw", "muon"):
+        optimizer.param_groups[0]["algorithm"] = algorithm
+        assert bool(optimizer.metrics()) == (algorithm == "muon")
+
+
+def test_groups_of_one_name_go_by_their_numbers():
+    groups = [{"params": [p], "name": name} for p, name in zip(parameters(*[(3, 4)] * 3), "aba", strict=True)]
+    optimizer = Muon(groups)
+    optimizer.step()
+    assert {key.split("/")[0] for key in optimizer.metrics()} == {"0", "b", "2"}

@@ -80,6 +80,17 @@ def test_gram_in_float16_is_no_worse_than_torch_in_bfloat16(kind, preset):
     assert error(result, expected) <= error(plain_newton_schulz(G, schedule(preset, 5), torch.bfloat16), expected)
 
 
+@pytest.mark.parametrize("preset", ["keller_jordan", "quintic", "polar_express"])
+@pytest.mark.parametrize("rank", [1, 8])
+def test_gram_in_float16_restarts_before_low_rank_costs_it_more_than_torch(rank, preset):
+    """A Gram matrix that served three of Quintic's steps had up to three times the error."""
+    generator = torch.Generator().manual_seed(0)
+    G = torch.randn(64, rank, generator=generator) @ torch.randn(rank, 160, generator=generator)
+    expected = truth(G, preset)
+    result = orthogonalize(G, preset, method="gram", dtype=torch.float16, backend="torch")
+    assert error(result, expected) <= error(plain_newton_schulz(G[None], schedule(preset, 5), torch.float16), expected)
+
+
 @settings(max_examples=16)
 @given(
     batch=st.integers(1, 3),
@@ -145,6 +156,13 @@ def test_small_matrices_of_any_strides(layout):
     expected = truth(G, KELLER_JORDAN)
     assert error(result, expected) <= 2 * error(twin, expected) + FLOOR
     assert len({result[0, i].data_ptr() for i in range(len(result[0]))}) == len(result[0])
+
+
+def test_the_triton_backend_leaves_what_descriptors_cannot_read_alone():
+    G = torch.randn(30, 140).mT
+    before = G.clone()
+    orthogonalize(G, ns_steps=1, method="standard", backend="triton")
+    assert torch.equal(G, before)
 
 
 def test_what_auto_means():
@@ -236,11 +254,12 @@ def test_a_bad_matrix_spoils_itself_only(bad, backend, method, dtype):
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_zeros_give_zeros(method, dtype, backend):
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zeros_give_zeros(method, dtype, backend, eps):
     if backend == "triton":
         pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
     zeros = torch.zeros(2, 5, 7, device="cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
-    assert torch.equal(orthogonalize(zeros, method=method, dtype=dtype, backend=backend), zeros)
+    assert torch.equal(orthogonalize(zeros, eps=eps, method=method, dtype=dtype, backend=backend), zeros)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +305,26 @@ def test_triton_refuses_what_may_have_its_elements_elsewhere():
     with pytest.raises(ValueError, match="needs a plain tensor but G is a: Elsewhere"):
         orthogonalize(G, backend="triton")
     assert not uses_triton("auto", G)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_is_to_be_negated_when_read(backend):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="the Triton backend needs triton, which is for Linux only")
+    G = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    G = G.to("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+    assert torch.equal(orthogonalize(torch._neg_view(G), backend=backend), -orthogonalize(G, backend=backend))
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_autocast_leaves_the_iteration_in_its_dtype(method):
+    """Its products were bfloat16, for Gram too, which bfloat16 is too coarse for."""
+    G = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    expected = orthogonalize(G, method=method)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(orthogonalize(G, method=method), expected)
+        assert torch.is_autocast_enabled("cpu")
+        assert orthogonalize(G.to("meta")).shape == G.shape  # which autocast doesn't know
 
 
 def test_the_result_carries_no_gradient():

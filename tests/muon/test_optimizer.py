@@ -5,13 +5,14 @@ import pickle
 
 import pytest
 import torch
-from helpers.newton_schulz import error, truth
+from helpers.newton_schulz import SPECTRA, error, plain_newton_schulz, spectrum, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muon import Muon, orthogonalize
 from muon.newton_schulz import iterate
-from muon.polynomials import KELLER_JORDAN
+from muon.optimizer import multiplies_bfloat16
+from muon.polynomials import KELLER_JORDAN, schedule
 
 SHAPES = [(8, 8), (8, 24), (24, 8), (16, 24), (1, 5), (5, 1)]
 
@@ -72,6 +73,56 @@ def test_is_closer_to_the_exact_run_than_torch_optim_muon():
         torch.testing.assert_close(a, b, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SPECTRA)
+def test_an_update_is_the_polynomial_of_the_singular_values(kind, dtype, any_processor):
+    """With bfloat16 products as precisely as torch.optim.Muon, which always has them, otherwise as plain float32."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [spectrum(kind, 1, *shape, generator)[0].to(dtype) for shape in [(24, 24), (48, 120), (120, 48)]]
+    updates = []
+    for build in (Muon, torch.optim.Muon):
+        params = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient.clone()
+        build(params, lr=1.0, momentum=0.0, weight_decay=0.0).step()
+        updates.append([-p.detach() for p in params])
+    for gradient, ours, theirs in zip(gradients, *updates, strict=True):
+        factor = math.sqrt(max(1, gradient.shape[0] / gradient.shape[1]))
+        expected = factor * truth(gradient, KELLER_JORDAN)
+        steps = schedule(KELLER_JORDAN, 5)
+        plain = theirs if any_processor else factor * plain_newton_schulz(gradient.float(), steps, torch.float32)
+        rounding = error(expected.to(dtype), expected)
+        assert error(ours, expected) <= 2 * error(plain, expected) + rounding + 1e-6
+
+
+def test_the_dtype_of_the_products(monkeypatch, any_processor):
+    used = {}
+
+    def recording(X, *args):
+        used[X.shape[2]] = X.dtype
+        return iterate(X, *args)
+
+    monkeypatch.setattr("muon.optimizer.iterate", recording)
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    params = [parameters([(4, 4 + i)], dtype)[0] for i, dtype in enumerate(dtypes)]
+    train(Muon(params), params, steps=1)
+    fast = torch.bfloat16 if any_processor else torch.float32
+    assert [used[4 + i] for i in range(4)] == [torch.float64, fast, torch.float32, fast]
+
+
+@pytest.mark.parametrize("has_avx512_bf16", [False, True, None])
+@pytest.mark.parametrize("has_amx", [False, True, None])
+def test_which_processors_multiply_bfloat16(monkeypatch, has_avx512_bf16, has_amx):
+    for check, answer in (("_is_avx512_bf16_supported", has_avx512_bf16), ("_is_amx_tile_supported", has_amx)):
+        if answer is None:  # another version of torch
+            monkeypatch.delattr(f"torch.cpu.{check}", raising=False)
+        else:
+            monkeypatch.setattr(f"torch.cpu.{check}", lambda answer=answer: answer, raising=False)
+    multiplies_bfloat16.cache_clear()
+    assert multiplies_bfloat16() == bool(has_avx512_bf16 or has_amx)
+    multiplies_bfloat16.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_parameters(dtype):
     ours, exact = parameters(dtype=dtype), parameters(dtype=dtype)
@@ -99,6 +150,20 @@ def test_one_step_by_hand():
     expected = before * (1 - 0.1 * 0.5) - 0.1 * math.sqrt(6 / 4) * truth(update, KELLER_JORDAN)
     torch.testing.assert_close(p.detach(), expected)
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize("shape", [(64, 2), (2, 64), (40, 1)])
+@pytest.mark.parametrize("name", ["original", "match_rms_adamw", "spectral_unclamped"])
+def test_the_factor_of_long_matrices(name, shape):
+    rows, cols = shape
+    ratio = rows / cols
+    factors = {"original": max(1, ratio) ** 0.5, "spectral_unclamped": ratio**0.5}
+    expected = factors.get(name, 0.2 * max(shape) ** 0.5)
+    (p,) = parameters([shape], torch.float64)
+    before = p.detach().clone()
+    set_gradients([p], seed=1)
+    Muon([p], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn=name).step()
+    torch.testing.assert_close(p.detach() - before, -expected * truth(p.grad, KELLER_JORDAN))
 
 
 def single_updates(p, blocks, lr_factor=lambda rows, cols: math.sqrt(max(1, rows / cols))):
@@ -136,7 +201,7 @@ def test_what_a_matrix_is(shape, options, blocks, memory):
         torch.testing.assert_close(result, expected)
 
 
-def test_parameters_of_equal_sides_share_one_iteration(monkeypatch):
+def test_parameters_of_equal_sides_share_one_iteration(monkeypatch, any_processor):
     batches = []
 
     def recording(X, *args):
@@ -170,7 +235,7 @@ def test_both_algorithms_in_one_object_with_one_scheduler():
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 5e-4]
 
 
-def test_options_are_read_from_the_groups_at_every_step():
+def test_options_are_read_from_the_groups_at_every_step(any_processor):
     ours, theirs = parameters(), parameters()
     optimizer = Muon(ours, lr=0.5, weight_decay=0.9, momentum=0.1)
     optimizer.param_groups[0].update(lr=0.02, weight_decay=0.1, momentum=0.95)
@@ -189,7 +254,7 @@ def test_maximize_is_minimising_the_negative(algorithm):
         torch.testing.assert_close(a, b)
 
 
-def test_tensor_learning_rate():
+def test_tensor_learning_rate(any_processor):
     ours, theirs = parameters(), parameters()
     result = train(Muon(ours, lr=torch.tensor(0.02, dtype=torch.float64)), ours)
     for a, b in zip(result, train(Muon(theirs, lr=0.02), theirs), strict=True):
@@ -210,18 +275,54 @@ def test_gradients_are_never_changed_and_missing_ones_leave_parameters_alone():
     assert all("momentum_buffer" in optimizer.state[p] for p in params if p.grad is not None)
 
 
-def test_zero_gradients_give_zero_updates():
+def test_a_callable_sees_the_shapes_that_there_are():
+    factors = {(6, 4): 2.0, (3, 9): 1.0}
+    ours, theirs = parameters([(6, 4), (3, 9)]), parameters([(6, 4), (3, 9)])
+    result = train(Muon(ours, adjust_lr_fn=factors.__getitem__), ours)
+    expected = train(Muon([{"params": theirs[:1], "lr": 2e-3, "weight_decay": 0.05}, {"params": theirs[1:]}],
+                          adjust_lr_fn=lambda shape: 1.0), theirs)  # fmt: skip
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("trained", "then", "message"),
+    [
+        ("flatten", "batch", r"shape \(2, 4, 1\) for a \(2, 4, 6\).*has \(2, 1, 1\)"),
+        ("batch", "transposed", r"shape \(2, 1, 6\) for a \(2, 4, 6\).*has \(2, 4, 1\)"),
+    ],
+)
+def test_state_of_another_shape_is_refused(trained, then, message):
+    """Kernels would write past its end."""
+    params = parameters([(2, 4, 6)])
+    optimizer = Muon(params, neuron_norm=0.9, matrix=trained)
+    train(optimizer, params, steps=1)
+    optimizer.param_groups[0]["matrix"] = then
+    with pytest.raises(ValueError, match=f"neuron_second_moment should have {message}"):
+        train(optimizer, params, steps=1)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_at_the_step():
+    small, large = parameters([(1, 6)]), parameters([(4, 6)])
+    old, new = Muon(small), Muon(large)
+    train(old, small, steps=1)
+    new.load_state_dict(old.state_dict())
+    with pytest.raises(ValueError, match=r"momentum should have shape \(4, 6\) .* but has \(1, 6\)"):
+        train(new, large, steps=1)
+
+
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zero_gradients_give_zero_updates(eps, any_processor):
     params = parameters()
     before = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.zeros_like(p)
-    Muon(params, weight_decay=0.0).step()
+    Muon(params, weight_decay=0.0, eps=eps).step()
     for p, value in zip(params, before, strict=True):
         assert torch.equal(p, value)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_gradients_of_any_magnitude_give_the_same_update(scale):
+def test_gradients_of_any_magnitude_give_the_same_update(scale, any_processor):
     ours, theirs = parameters(), parameters()
     set_gradients(ours, seed=1, scale=scale)
     set_gradients(theirs, seed=1)
@@ -231,7 +332,7 @@ def test_gradients_of_any_magnitude_give_the_same_update(scale):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_one_nan_matrix_does_not_spoil_its_batch():
+def test_one_nan_matrix_does_not_spoil_its_batch(any_processor):
     ours, theirs = parameters([(8, 8)] * 3), parameters([(8, 8)] * 3)
     set_gradients(ours, seed=1)
     set_gradients(theirs, seed=1)
@@ -241,7 +342,7 @@ def test_one_nan_matrix_does_not_spoil_its_batch():
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2]) and ours[1].isnan().all()
 
 
-def test_empty_parameters_are_fine():
+def test_empty_parameters_are_fine(any_processor):
     params = parameters([(0, 4), (4, 0), (0, 4, 4), (4, 4)])
     train(Muon(params), params, steps=2)
     assert params[3].isfinite().all()
@@ -266,7 +367,7 @@ def test_checkpoints_of_torch_optim_muon_load_and_ours_load_there():
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_checkpoint_resumes_to_the_bit_and_state_keeps_its_dtype(state_dtype):
+def test_a_checkpoint_resumes_to_the_bit_and_state_keeps_its_dtype(state_dtype, any_processor):
     def build():
         matrices, vectors = parameters(), parameters([(8,), (3,)])
         return matrices + vectors, Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}])
@@ -366,12 +467,14 @@ def test_closure_is_called_with_gradients_enabled_and_its_value_returned():
         ({"momentum": -0.1}, "momentum should be >= 0 but is: -0.1"),
         ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
         ({"adjust_lr_fn": "arbitrary"}, "Adjust learning rate function arbitrary is not supported"),
-        ({"ns_steps": 100}, "ns_steps should be between 0 and 99"),
+        ({"ns_steps": 100}, "ns_steps should be an integer between 0 and 99 but is: 100"),
+        ({"ns_steps": 2.5}, "ns_steps should be an integer between 0 and 99 but is: 2.5"),
         ({"ns_coefficients": "nonsense"}, "'nonsense'"),
         ({"betas": (0.9,)}, r"betas should be two numbers but are: \(0.9,\)"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] should be in \[0, 1\) but is: 1.0"),
         ({"matrix": "columns"}, "matrix should be None, 'batch', 'flatten' or 'transposed' but is: 'columns'"),
         ({"split": 5}, r"split=5 should divide the 8 rows of a \(8, 8\) parameter"),
+        ({"split": 2.0}, "split should be None, a number of blocks or their sizes but is: 2.0"),
         ({"split": (4, 5)}, r"split=\(4, 5\) should be positive and sum to the 8 rows"),
     ],
 )

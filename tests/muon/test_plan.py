@@ -207,12 +207,13 @@ def test_a_bad_gradient_spoils_its_own_matrix(bad):
     assert params[0].isfinite().all() and params[2].isfinite().all() and params[1].isnan().all()
 
 
-def test_zeros_change_nothing():
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zeros_change_nothing(eps):
     params, grads, momentums = tensors([(20, 30)] * 2)
     before = [p.clone() for p in params]
     for tensor in grads + momentums:
         tensor.zero_()
-    plan = plan_for(params, grads, momentums, ns_steps=2)
+    plan = plan_for(params, grads, momentums, ns_steps=2, eps=eps)
     plan(params, grads, momentums, lr=0.1, weight_decay=0.0, momentum=0.9)
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
@@ -236,6 +237,22 @@ def test_what_does_not_suit(layout):
     other = p.mT if layout == "transposed" else p.double()
     assert suits(Tensors(p, p, p)) and suits(Tensors(torch.nn.Parameter(p), p, p))
     assert not suits(Tensors(p, p, other)) and not suits(Tensors(other, p, p))
+
+
+def test_state_of_other_dtypes_does_not_suit():
+    """A checkpoint brings it, of a float64 run for example; kernels take second moments for float32."""
+    p = randn((20, 30), 0).bfloat16()
+    rows, remainder = randn((20, 1), 1), torch.zeros_like(p, dtype=torch.int16)
+    assert suits(Tensors(p, p, p, rows, remainder))
+    assert not suits(Tensors(p, p, p, rows.double(), remainder))
+    assert not suits(Tensors(p, p, p, rows.bfloat16(), remainder))
+    assert not suits(Tensors(p, p, p, rows, remainder.int()))
+
+
+def test_what_is_to_be_negated_when_read_does_not_suit():
+    """As the imaginary part of a conjugate is: its memory holds the negative."""
+    p = randn((20, 30), 0)
+    assert not suits(Tensors(p, torch._neg_view(p), p))
 
 
 def test_a_subclass_does_not_suit():
@@ -277,6 +294,25 @@ def test_optimizer_replans_when_something_changes(planning):
     optimizer.param_groups[0]["ns_steps"] = 2
     assert step_with(optimizer, params, 0) is not second
     assert planning == []
+
+
+def test_every_function_for_the_factor_has_a_plan_of_its_own(planning):
+    """A function that nobody holds any longer gives its address, and so its repr, to the next one."""
+    params = [p.requires_grad_() for p in tensors([(8, 16)])[0]]
+    optimizer = Muon(params, ns_steps=1)
+    for factor in range(1, 7):
+        optimizer.param_groups[0]["adjust_lr_fn"] = lambda shape, factor=factor: factor
+        assert step_with(optimizer, params, 0).factors.item() == factor
+
+
+def test_state_of_another_shape_is_refused(planning):
+    """The kernels would write past its end."""
+    params = [p.requires_grad_() for p in tensors([(2, 8, 16)])[0]]
+    optimizer = Muon(params, ns_steps=1, matrix="flatten", neuron_norm=0.9)
+    step_with(optimizer, params, 0)
+    optimizer.param_groups[0]["matrix"] = "batch"
+    with pytest.raises(ValueError, match="neuron_second_moment should have shape"):
+        step_with(optimizer, params, 0)
 
 
 def test_gradients_that_are_present_by_turns_keep_their_plans(planning):

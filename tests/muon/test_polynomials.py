@@ -99,6 +99,8 @@ def test_whatever_is_accepted_keeps_the_sign_and_stays_under_two(steps):
         (KELLER_JORDAN, 100, "between 0 and 99 but is: 100"),
         (KELLER_JORDAN, -1, "between 0 and 99 but is: -1"),
         ((1.0, 2.0), 5, "sequence of such triples"),
+        (None, 5, "sequence of such triples; found: None"),
+        ((triple for triple in [KELLER_JORDAN]), 5, "sequence of such triples; found: <generator"),
         ((1.0, float("nan"), 0.0), 5, "finite"),
         ((1.5, -2.0, 0.0), 5, r"turn updates around.*\[-0.5456, 0.5\]"),  # negative beyond sqrt(0.75)
         ((3.0, 0.0, 0.0), 5, "blow updates up"),

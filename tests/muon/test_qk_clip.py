@@ -73,7 +73,24 @@ def test_against_a_loop_over_heads(data, alpha, threshold):
         torch.testing.assert_close(layer.query.double(), query, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(layer.key.double(), key, rtol=1e-6, atol=1e-6)
         assert torch.equal(layer.max_logits.nan_to_num(), torch.tensor(x).nan_to_num())
-    assert clip.num_clipped.item() == sum(threshold < s < math.inf for x in drawn for s in x)
+    seen = torch.tensor([s for x in drawn for s in x]).tolist()  # rounded to float32
+    found = clip.metrics()
+    assert found["clipped_heads"] == clip.num_clipped.item() == sum(threshold < s < math.inf for s in seen)
+    has_nan = any(map(math.isnan, seen))
+    assert math.isnan(found["max_logit"]) if has_nan else found["max_logit"] == max(seen)
+
+
+def test_a_compiled_layer_is_clipped_once():
+    """torch.compile's wrapper has the attributes of what it wraps: both were found, and clipped."""
+    layer = Layer(2, 2)
+    model = nn.ModuleList([torch.compile(layer, backend="eager")])
+    before = layer.query.detach().clone()
+    optimizer = optimizer_of(model)
+    clip = QKClip(model, optimizer, threshold=100.0)
+    layer.max_logits = torch.tensor([400.0, 1.0])
+    optimizer.step()
+    torch.testing.assert_close(layer.query[0], before[0] / 2)
+    assert clip.num_clipped == 1
 
 
 def test_what_is_under_the_threshold_stays_to_the_bit():
@@ -122,8 +139,10 @@ def test_micro_batches_count_together():
     for x in (large, small):
         layer(x).sum().backward()
     optimizer.zero_grad()
+    assert clip.metrics() == {"clipped_heads": 0, "max_logit": -math.inf}
+    reached = layer.max_logits.max().item()
     optimizer.step()
-    assert clip.num_clipped == 2
+    assert clip.metrics() == {"clipped_heads": 2, "max_logit": reached}
     layer(large)
     torch.testing.assert_close(layer.max_logits, torch.full((2,), 20.0))
 
@@ -192,7 +211,7 @@ optimizer.step()
 for layer, (query, key) in zip(model, truth):
     torch.testing.assert_close(layer.query.double(), query, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layer.key.double(), key, rtol=1e-6, atol=1e-6)
-assert clip.num_clipped == 5 and len(collectives) == 1
+assert clip.metrics() == {"clipped_heads": 5, "max_logit": 1e4} and len(collectives) == 1
 dist.destroy_process_group()
 """
 

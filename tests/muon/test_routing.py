@@ -170,6 +170,25 @@ def test_use_muon_in_an_override():
     assert algorithms(groups)["blocks.0.qkv.weight"] == "adamw"
 
 
+def test_a_lazy_layer_is_asked_to_be_called_first():
+    """It looked like a vector, and its matrix went to AdamW."""
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet: call the model once before param_groups"):
+        param_groups(model)
+    model(torch.zeros(1, 4))
+    assert param_groups(model)[0]["params"][0][0] == "0.weight"
+
+
+def test_learning_rates_that_are_tensors_stay_apart():
+    """Those that print alike shared a group, and one of them was lost."""
+    first, second = torch.tensor(0.10001), torch.tensor(0.1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    groups = param_groups(model, muon={"lr": second}, overrides={"0.weight": {"lr": first}})
+    rates = {name: group.get("lr") for group in groups for name, _ in group["params"]}
+    assert rates["0.weight"] is first and rates["1.weight"] is second and rates["2.weight"] is second
+    assert len(groups) == 3
+
+
 def test_misspelt_options():
     with pytest.raises(ValueError, match=r"muon: there is no option 'Lr'; options are .*lr"):
         param_groups(GPT(tied=False), muon={"Lr": 1.0})
