@@ -428,12 +428,13 @@ def bytes_sent(rank: int) -> None:
 @contextmanager
 def counted():
     """Elements that this rank sends to others in the optimizer's collectives, and the bytes of its all-reduces."""
-    sent = {"elements": 0, "bytes": 0}
+    sent = {"elements": 0, "bytes": 0, "exchanges": 0}
     exchange, gather, broadcast, reduce = (
         dist.all_to_all_single, distributed._all_gather, dist.broadcast, dist.all_reduce,
     )  # fmt: skip
 
     def count_exchange(out, given, by, to, group, async_op):
+        sent["exchanges"] += 1
         sent["elements"] += sum(to) - to[dist.get_rank(group)]
         return exchange(out, given, by, to, group=group, async_op=async_op)
 
@@ -509,3 +510,21 @@ def blocks_of_the_docs(rank: int) -> None:
         names["optimizer"].step()
         assert all(not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True))
         assert len(names["optimizer"]._engine.layouts) == 1
+
+
+@check
+def whole_matrices_send_nothing(rank: int) -> None:
+    """Experts sharded by experts, and blocks of a split whose boundaries are those of shards."""
+    shapes = {"experts": (8, 4, 6), "heads": (16, 6)}
+    params = dict(fully_shard(Bag(parameters(shapes)), mesh=init_device_mesh("cpu", (4,))).named_parameters())
+    expected = {name: Parameter(tensor) for name, tensor in parameters(shapes).items()}
+    optimizers = [
+        Muon([{"params": [p["experts"]]}, {"params": [p["heads"]], "split": 8}], lr=0.1, neuron_norm=0.9)
+        for p in (params, expected)
+    ]
+    with counted() as sent:
+        train(params, optimizers[0], range(STEPS), as_param(params))
+    assert sent["elements"] == sent["exchanges"] == 0
+    train(expected, optimizers[1], range(STEPS))
+    for name, p in expected.items():
+        assert_close(whole(params[name].detach()), p.detach(), name)
