@@ -1,4 +1,4 @@
-"""Runs a function on several processes that talk through gloo, with a hard time limit and a clean end."""
+"""Runs a function on several processes, with a hard time limit and a clean end."""
 
 import contextlib
 import io
@@ -19,7 +19,9 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(seconds=30)  # of a collective
 
 
-def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 80.0) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 80.0, backend: str = "gloo"
+) -> list[Any]:
     """What ``function(rank, *args)`` returns on each rank, or an exception that says what went wrong where.
 
     Every process is gone afterwards. The others get a moment to end by themselves once one has failed.
@@ -27,7 +29,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: 
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         processes = [
-            context.Process(target=_rank, args=(function, rank, ranks, folder, args), daemon=True)
+            context.Process(target=_rank, args=(function, rank, ranks, folder, args, backend), daemon=True)
             for rank in range(ranks)
         ]
         for process in processes:
@@ -58,14 +60,16 @@ class RankError(Exception):
         self.codes, self.late = codes, late
 
 
-def _rank(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...], backend: str
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     out = Path(folder) / f"result{rank}"
     code = 0
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT
+            backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT
         )
         with contextlib.redirect_stdout(io.StringIO()):
             result = ("done", function(rank, *args))

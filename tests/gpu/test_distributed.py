@@ -1,0 +1,20 @@
+"""Muon over several GPUs, through NCCL; on CPUs tests/distributed has everything else."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+
+GPUS = torch.cuda.device_count()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs at least two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_many_gpus_are_as_exact_as_one(backend):
+    from gpu_checks import against_float64
+    from ranks import run_on_ranks
+
+    run_on_ranks(against_float64, min(GPUS, 4), seconds=200.0, backend=backend)
