@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import SelfAttention
+from benchmarks import distributed_step
 from benchmarks.distributed_model import elements_of_a_reduction, elements_sent
 from muon import Muon, QKClip, distributed
 from muon import optimizer as optimizer_module
@@ -528,3 +529,10 @@ def whole_matrices_send_nothing(rank: int) -> None:
     train(expected, optimizers[1], range(STEPS))
     for name, p in expected.items():
         assert_close(whole(params[name].detach()), p.detach(), name)
+
+
+@check
+def benchmark_of_a_step(rank: int) -> None:
+    rows = distributed_step.measure("small", [(24, 8), (8, 8)], torch.float32, torch.device("cpu"), rounds=2)
+    assert [row["layout"] for row in rows] == ["alone", "DDP", "FSDP", "HSDP"]
+    assert all(0 < row["lowest_ms"] <= row["ms"] and row["ranks"] == 4 for row in rows)
