@@ -281,25 +281,30 @@ class Deal:
             whole = tensors[some[0].index]
             iteration = pick_iteration("auto", steps, *some[0].sides, None, uses_triton("auto", whole.param))
             dtype = dtype_of(iteration, whole.param)
-            self.buckets += _cut(some, whole, iteration, dtype, workspace // IN_FLIGHT)
+            self.buckets += _cut(some, whole, layout.replicas, iteration, dtype, workspace)
         seen: set[int] = set()
         for bucket in self.buckets:
             bucket.finish(layout, seen)
 
 
 def _cut(
-    matrices: Sequence[Matrix], tensors: Tensors, iteration: Iteration, dtype: torch.dtype, workspace: int
+    matrices: Sequence[Matrix],
+    tensors: Tensors,
+    replicas: int,
+    iteration: Iteration,
+    dtype: torch.dtype,
+    workspace: int,
 ) -> Iterator[Bucket]:
-    """Buckets in which each rank has about as much to do, and that stay within the workspace, or hold a matrix a rank.
+    """Buckets in which each rank has about as much to do, of which ``IN_FLIGHT`` stay within the workspace.
 
-    Against the workspace count what an owner holds of each of its matrices, and the parts that every rank gets.
+    Against the workspace count what an owner holds of each of its matrices, and the parts that every rank gets. A
+    matrix a rank goes in any case, or ranks would wait for each other, unless the parts alone take half of it.
     """
     n, m = matrices[0].sides
-    widest = torch.promote_types(
-        torch.promote_types(tensors.param.dtype, tensors.momentum.dtype), torch.float32
-    ).itemsize
+    widest = max(4, tensors.param.dtype.itemsize, tensors.momentum.dtype.itemsize)
     own_bytes = memory(iteration, n, m, dtype) + 4 * n * m * widest
-    part_bytes = 3 * max(max(region.numel() for region in matrix.regions) for matrix in matrices) * widest
+    sent_bytes = 2 * widest / replicas if len(matrices[0].regions) > 1 else 0  # of parts that go to owners
+    part_bytes = (dtype.itemsize + sent_bytes) * max(region.numel() for matrix in matrices for region in matrix.regions)
     turns: dict[tuple[int, int], int] = {}
     ordered = []
     for matrix in matrices:
@@ -307,8 +312,10 @@ def _cut(
         ordered.append((turn, matrix.owner, matrix))
     bucket, first_turn = Bucket((n, m), iteration, dtype), 0
     for turn, _, matrix in sorted(ordered, key=lambda entry: entry[:2]):
-        needed = (turn - first_turn + 1) * own_bytes + (len(bucket.matrices) + 1) * part_bytes
-        if bucket.matrices and needed > workspace:
+        parts = (len(bucket.matrices) + 1) * part_bytes
+        needed = (turn - first_turn + 1) * own_bytes + parts
+        is_full = parts > workspace / 2 or (turn > first_turn and needed > workspace / IN_FLIGHT)
+        if bucket.matrices and is_full:
             yield bucket
             bucket, first_turn = Bucket((n, m), iteration, dtype), turn
         bucket.matrices.append(matrix)

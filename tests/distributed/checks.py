@@ -32,6 +32,7 @@ from benchmarks import distributed_step
 from benchmarks.distributed_model import elements_of_a_reduction, elements_sent
 from muon import Muon, QKClip, distributed
 from muon import optimizer as optimizer_module
+from muon.layout import layout_of_mesh
 from muon.rounding import join
 
 CHECKS: dict[str, Callable[[int], None]] = {}
@@ -186,6 +187,14 @@ def row_parallel(rank: int) -> None:
 def two_ways_at_once(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     assert_trains_the_same(placed(mesh, lambda tensor: [Shard(0), Shard(tensor.ndim - 1)]), as_param)
+    with pytest.MonkeyPatch.context() as patch:  # as in a mesh of more dimensions, whose ranks aren't all there are
+        patch.setattr(dist, "get_world_size", lambda *_: 5)
+        groups = [layout_of_mesh(mesh, [Shard(0), Shard(1)]).shard_group, layout_of_mesh(mesh, [Replicate()] * 2)]
+    groups[1] = groups[1].replica_group
+    for group in groups:
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=group)
+        assert group is not dist.group.WORLD and total == 6
 
 
 @check

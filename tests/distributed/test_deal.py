@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import distributed_model
-from muon.layout import Layout, deal, matrices_of
+from muon.layout import Deal, Layout, deal, matrices_of
+from muon.matrices import Tensors
+from muon.newton_schulz import DEFAULT_WORKSPACE
+from muon.polynomials import schedule
 
 GPT2 = [((2304, 768), 3), ((768, 768), None), ((3072, 768), None), ((768, 3072), None)] * 12  # shape, split
 
@@ -85,6 +88,19 @@ def test_whole_matrices_stay_where_they_are():
     deal(found, 2, 2)
     assert [matrix.owner[1] for matrix in found] == [0, 0, 0, 1, 1]
     assert {matrix.owner[0] for matrix in found} == {0, 1}  # replicas share the work
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(8, 1), (1, 8), (2, 4), (1, 64)])
+def test_large_matrices_keep_every_rank_busy(replicas, shards):
+    """Of matrices that need more than a quarter of the workspace each rank still has one in each bucket."""
+    layout, ranks = mesh(replicas, shards), replicas * shards
+    p = torch.empty(4096 // shards, 14336, device="meta")
+    tensors, shapes = [Tensors(p, p, p)] * (2 * ranks), [(4096, 14336)] * (2 * ranks)
+    steps = schedule("keller_jordan", 5)
+    found = Deal(tensors, shapes, layout, steps, None, None, DEFAULT_WORKSPACE, lambda *_: torch.bfloat16)
+    assert [len(bucket.matrices) for bucket in found.buckets] == [ranks, ranks]
+    for bucket in found.buckets:
+        assert len({matrix.owner for matrix in bucket.matrices}) == ranks
 
 
 def test_strided_shards():
