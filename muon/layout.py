@@ -84,12 +84,14 @@ def _group(mesh: "DeviceMesh", dims: Sequence[int]) -> "ProcessGroup | None":
         return None
     if len(dims) == 1:
         return mesh.get_group(dims[0])
-    coordinate: Any = mesh.get_coordinate()
-    index = tuple(slice(None) if d in dims else c for d, c in enumerate(coordinate))
-    ranks = mesh.mesh[index].flatten().tolist()
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+    size = math.prod(mesh.mesh.shape[d] for d in dims)
+    groups = mesh.mesh.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    if sum(map(len, groups)) == dist.get_world_size():
+        return dist.group.WORLD if len(groups) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
+    # A mesh of some ranks only, such as a pipeline stage's: the others can't take part, and don't have to if all ranks
+    # of the group have been in as many groups so far (torch names it by their number).
+    mine = next(group for group in groups if dist.get_rank() in group)
+    return dist.new_group(mine, use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 class Region(NamedTuple):
