@@ -324,11 +324,13 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in, if it is on. A meta device doesn't know of it."""
-    kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    """What autocast computes in, if it is on. A meta device doesn't know of it.
+
+    torch's own question whether a device does, `is_autocast_available`, can't be compiled before torch 2.12.
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device.type)
 
 
 def _swap_heads(x: Tensor, name: str) -> Tensor:

@@ -55,7 +55,8 @@ def _grad_q_tile(
     offs_n = start_n + tl.arange(0, BLOCK_N)
     x = soften(tl.dot(q, tl.trans(k), input_precision="ieee"), tanh_scale, EXP2)  # (BLOCK_M, BLOCK_N)
     scores, visible = score(
-        x, offs_m[:, None], offs_n[None, :], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, False, MASKED, EXP2
+        x, offs_m[:, None], offs_n[None, :], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, False, True, MASKED,
+        EXP2,
     )  # fmt: skip
     p = exponential(scores - unit_lse[:, None], EXP2)
     if MASKED:
@@ -94,13 +95,18 @@ def _grad_kv_tile(
     row = tl.cast(entry * heads_q + head, tl.int64) * seqlen_q + first_q
     mask_m = offs_m < length_q
     unit: tl.constexpr = LOG2_E if EXP2 else 1.0
-    unit_lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf")) * unit
+    # Queries past the end read as zeros, so a weight of 1 does no harm, and 0 is what an asynchronous copy fills with:
+    # any other number costs a quarter of the loop's instructions. A slope could make that weight infinite.
+    past: tl.constexpr = 0.0 if slopes_ptr is None and not RAGGED else float("inf")
+    unit_lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=past) * unit
     delta = tl.load(delta_ptr + row + offs_m, mask=mask_m, other=0.0)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + batch * heads_q + head) * unit
     head_mask = None if mask is None else head_of_mask(mask, batch, head)
     x = soften(tl.dot(k, tl.trans(q), input_precision="ieee"), tanh_scale, EXP2)  # (BLOCK_N, BLOCK_M)
+    # Keys past the end only spoil their own rows.
     scores_t, visible = score(
-        x, offs_m[None, :], offs_n[:, None], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, RAGGED, MASKED, EXP2
+        x, offs_m[None, :], offs_n[:, None], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, RAGGED, False, MASKED,
+        EXP2,
     )  # fmt: skip
     p_t = exponential(scores_t - unit_lse[None, :], EXP2)
     if SAFE:

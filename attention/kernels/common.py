@@ -146,7 +146,7 @@ def tanh(x, EXP2: tl.constexpr):
 
 @triton.jit
 def score(x, rows, keys, rules, slope, mask, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
-          CHECK_ROWS: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr):  # fmt: skip
+          CHECK_ROWS: tl.constexpr, CHECK_KEYS: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr):  # fmt: skip
     """The scores that softmax sees, of what `soften` returned, and which pairs are visible (all unless MASKED).
 
     `rows` and `keys` are the positions, shaped so that they broadcast to the tile, which may lie on its side.
@@ -155,7 +155,7 @@ def score(x, rows, keys, rules, slope, mask, BOUND_LEFT: tl.constexpr, BOUND_RIG
     scores = x * unit_scale
     if slope is not None:
         scores -= slope * tl.abs(rows + (length_k - length_q) - keys).to(tl.float32)
-    visible = keys < length_k
+    visible = keys < length_k if CHECK_KEYS else tl.full((1, 1), 1, tl.int1)
     if MASKED:
         if CHECK_ROWS:
             visible = visible & (rows < length_q)

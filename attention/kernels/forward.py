@@ -49,7 +49,8 @@ def _attend(
     offs_n = start_n + tl.arange(0, BLOCK_N)
     x = soften(dots, tanh_scale, EXP2)
     scores, visible = score(
-        x, offs_m[:, None], offs_n[None, :], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, False, MASKED, EXP2
+        x, offs_m[:, None], offs_n[None, :], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, False, True, MASKED,
+        EXP2,
     )  # fmt: skip
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))

@@ -39,7 +39,7 @@ def _scores_gradient(
     k = load_tile(k_desc, batch, head_k, start_n, seqlen_k, BLOCK_N, D, BLOCK_D, UPCAST)
     x = soften(tl.dot(q, tl.trans(k), input_precision="ieee"), tanh_scale, EXP2)  # (BLOCK_M, BLOCK_N)
     scores, visible = score(
-        x, offs_m[:, None], offs_n[None, :], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, True, True, EXP2
+        x, offs_m[:, None], offs_n[None, :], rules, slope, head_mask, BOUND_LEFT, BOUND_RIGHT, True, True, True, EXP2
     )  # fmt: skip
     do = load_tile(do_desc, batch, head, start_m, seqlen_q, BLOCK_M, DV, BLOCK_DV, UPCAST)
     v = load_tile(v_desc, batch, head_k, start_n, seqlen_k, BLOCK_N, DV, BLOCK_DV, UPCAST)
