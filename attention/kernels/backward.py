@@ -358,13 +358,12 @@ def grad_q(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first pass: dq and delta, of loadable tensors; packed ones are a batch of one."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = v.shape[1:]
-    dq, longest = _like(q, options), seqlen_q
+    batch, longest, heads_q, head_dim = q.shape
+    dq = _like(q, options)
     if options.cu_seqlens_q is not None:
         batch, longest = options.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
-    block_d, block_dv = padded_widths(head_dim, head_dim_v)
+    block_d, block_dv = padded_widths(head_dim, v.shape[3])
     tile = choose_tiles(q, v).backward_q
     num_tiles = triton.cdiv(longest, tile.block_m)
     with on_device_of(q):
@@ -374,10 +373,8 @@ def grad_q(
             describe(v, tile.block_n, block_dv),
             describe(out, tile.block_m, block_dv),
             describe(grad_out, tile.block_m, block_dv),
-            pointer(k), pointer(v), lse, grad_lse, delta, dq, **shared_arguments(options),
-            heads_q=heads_q, group=heads_q // heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_tiles=num_tiles,
-            scale=options.scale, D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            **compiled_with(tile, options),
+            pointer(k), pointer(v), lse, grad_lse, delta, dq, **shared_arguments(q, v, options),
+            heads_q=heads_q, num_tiles=num_tiles, scale=options.scale, **compiled_with(tile, options),
         )  # fmt: skip
     return dq, delta
 
@@ -392,12 +389,11 @@ def grad_kv(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The second pass: dk and dv, of loadable tensors."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = v.shape[1:]
-    dk, dv, longest = _like(k, options), _like(v, options), seqlen_k
+    batch, longest, heads_k, head_dim = k.shape
+    dk, dv = _like(k, options), _like(v, options)
     if options.cu_seqlens_k is not None:
         batch, longest = options.cu_seqlens_k.shape[0] - 1, options.max_seqlen_k
-    block_d, block_dv = padded_widths(head_dim, head_dim_v)
+    block_d, block_dv = padded_widths(head_dim, v.shape[3])
     tile = choose_tiles(q, v).backward_kv
     num_tiles = triton.cdiv(longest, tile.block_n)
     with on_device_of(q):
@@ -406,10 +402,8 @@ def grad_kv(
             describe(k, tile.block_n, block_d),
             describe(v, tile.block_n, block_dv),
             describe(grad_out, tile.block_m, block_dv),
-            pointer(q), pointer(grad_out), lse, delta, dk, dv, **shared_arguments(options),
-            heads_k=heads_k, group=heads_q // heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_tiles=num_tiles,
-            scale=options.scale, D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            **compiled_with(tile, options),
+            pointer(q), pointer(grad_out), lse, delta, dk, dv, **shared_arguments(q, v, options),
+            heads_k=heads_k, num_tiles=num_tiles, scale=options.scale, **compiled_with(tile, options),
         )  # fmt: skip
     return dk, dv
 

@@ -194,7 +194,7 @@ def forward(
     """out, lse and max_logits. The twin of `attention.reference.tiled_forward`, packed sequences included."""
     packed = options.cu_seqlens_q is not None
     *batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = v.shape[-3:]
+    seqlen_k, _, head_dim_v = v.shape[-3:]
     allocate = torch.zeros if packed else torch.empty  # nobody writes the rows past the last sequence
     out = allocate((*batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
@@ -223,10 +223,8 @@ def forward(
             describe(v, tile.block_n, block_dv),
             pointer(k), pointer(v), out, lse, max_logits if with_max_logits else None,
             None if options.sinks is None else options.sinks.contiguous(),
-            **shared_arguments(options),
-            heads_q=heads_q, group=heads_q // heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_tiles=num_tiles,
-            scale=scale, D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            **compiled_with(tile, options),
+            **shared_arguments(q, v, options),
+            heads_q=heads_q, num_tiles=num_tiles, scale=scale, **compiled_with(tile, options),
         )  # fmt: skip
     return out, lse, max_logits
 

@@ -9,13 +9,21 @@ import torch
 from ..philox import threshold
 from ..reference import Options
 from .common import interpreted, load_tile
-from .tiles import Tile
+from .tiles import Tile, padded_widths
 
 
-def shared_arguments(options: Options) -> dict[str, Any]:
-    """What the options are to a kernel. An option that is off is None, for which the kernel compiles to nothing."""
+def shared_arguments(q: torch.Tensor, v: torch.Tensor, options: Options) -> dict[str, Any]:
+    """What q (B, Sq, Hq, D), v (B, Sk, Hkv, Dv) and the options are to a kernel.
+
+    An option that is off is None, for which the kernel compiles to nothing.
+    """
     dropout = options.seed is not None
+    _, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_k, head_dim_v = v.shape
+    block_d, block_dv = padded_widths(head_dim, head_dim_v)
     return {
+        "group": heads_q // heads_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
+        "D": head_dim, "DV": head_dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         "slopes_ptr": None if options.slopes is None else options.slopes.contiguous(),
         "mask": mask_argument(options.mask),
         "seed_ptr": options.seed,
@@ -26,7 +34,7 @@ def shared_arguments(options: Options) -> dict[str, Any]:
         "drop_below": threshold(options.dropout_p) if dropout else None,
         "keep_scale": 1 / (1 - options.dropout_p) if dropout else None,
         "softcap": options.softcap,
-    }
+    }  # fmt: skip
 
 
 def mask_argument(mask: torch.Tensor | None) -> tuple[Any, ...] | None:

@@ -114,10 +114,10 @@ def grad_mask(
     """The mask's gradient in float32, of loadable tensors."""
     assert options.mask is not None
     batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = v.shape[1:]
+    seqlen_k = v.shape[1]
     entries, mask_heads, rows, columns = options.mask.shape
     dmask = torch.empty(options.mask.shape, dtype=torch.float32, device=q.device)
-    block_d, block_dv = padded_widths(head_dim, head_dim_v)
+    block_d, block_dv = padded_widths(head_dim, v.shape[3])
     tile = choose_tiles(q, v).backward_q._replace(num_stages=1)
     tiles_m, tiles_n = triton.cdiv(seqlen_q, tile.block_m), triton.cdiv(seqlen_k, tile.block_n)
     programs = entries * mask_heads * (tiles_m if rows > 1 else 1) * (tiles_n if columns > 1 else 1)
@@ -127,11 +127,9 @@ def grad_mask(
             describe(k, tile.block_n, block_d),
             describe(v, tile.block_n, block_dv),
             describe(grad_out, tile.block_m, block_dv),
-            lse, delta, dmask, **shared_arguments(options),
-            heads_q=heads_q, group=heads_q // heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
-            batches=batch // entries, heads=heads_q // mask_heads, mask_heads=mask_heads, tiles_m=tiles_m,
-            tiles_n=tiles_n, scale=options.scale, ONE_ROW=rows == 1, ONE_COLUMN=columns == 1,
-            EXP2=q.dtype != torch.float32, D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            **compiled_with(tile, options),
+            lse, delta, dmask, **shared_arguments(q, v, options),
+            heads_q=heads_q, batches=batch // entries, heads=heads_q // mask_heads, mask_heads=mask_heads,
+            tiles_m=tiles_m, tiles_n=tiles_n, scale=options.scale, ONE_ROW=rows == 1, ONE_COLUMN=columns == 1,
+            EXP2=q.dtype != torch.float32, **compiled_with(tile, options),
         )  # fmt: skip
     return dmask

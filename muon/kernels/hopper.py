@@ -27,9 +27,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from muon.kernels.products import triangle_tile
 
 # Names that Triton 3.6 has otherwise than its successors.
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 BLOCK = gl.constexpr(128)  # side of a tile of the result
 BLOCK_K = gl.constexpr(64)
@@ -61,9 +61,9 @@ def _copy_operands(a_desc, b_desc, a_ring, b_ring, full, empty, tiles, rows, col
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            _load(a_desc, [batch, row, k * BLOCK_K], full.index(stage), a_ring.index(stage))
+            load(a_desc, [batch, row, k * BLOCK_K], full.index(stage), a_ring.index(stage))
             b_place = [batch, col, k * BLOCK_K] if SYMMETRIC else [batch, k * BLOCK_K, col]
-            _load(b_desc, b_place, full.index(stage), b_ring.index(stage))
+            load(b_desc, b_place, full.index(stage), b_ring.index(stage))
             step += 1
 
 
@@ -81,9 +81,9 @@ def _multiply(
         batch, row, col = _place(first + 2 * count * gl.num_programs(0), rows, cols, SYMMETRIC)
         tma.store_wait(0)  # the last result has left the tile
         if TERMS >= 1:
-            _barrier()
+            barrier()
             mbarrier.expect(term_ready, c_desc.block_type.nbytes)
-            _load(c_desc, [batch, row, col], term_ready, tile)
+            load(c_desc, [batch, row, col], term_ready, tile)
 
         # Taking turns also keeps a group from waiting for a stage two rounds ahead, which has the parity of this one.
         mbarrier.wait(turn, (count & 1) ^ (1 - WHICH))
@@ -100,13 +100,13 @@ def _multiply(
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             if k > 0:
-                _barrier()  # every warp has finished the step before this one
+                barrier()  # every warp has finished the step before this one
                 mbarrier.arrive(empty.index((step - 1) % STAGES))
             step += 1
-        _barrier()
+        barrier()
         mbarrier.arrive(other_turn)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()
+        barrier()
         mbarrier.arrive(empty.index((step - 1) % STAGES))
 
         acc *= alpha
@@ -114,23 +114,23 @@ def _multiply(
             mbarrier.wait(term_ready, TERMS * count & 1, deps=[tile])
             acc += beta * matrix.load(layout).to(gl.float32)
         if TERMS >= 2:
-            _barrier()
+            barrier()
             mbarrier.expect(term_ready, d_desc.block_type.nbytes)
-            _load(d_desc, [batch, row, col], term_ready, tile)
+            load(d_desc, [batch, row, col], term_ready, tile)
             mbarrier.wait(term_ready, 1, deps=[tile])
             acc += gamma * matrix.load(layout).to(gl.float32)
         out = acc.to(out_desc.dtype)
-        _write(matrix, out)
+        write(matrix, out)
         if SYMMETRIC and row == col:
             if SYMMETRIZE:
                 _mirror_in_place(matrix)
-            _store(out_desc, [batch, row, col], tile)
+            store(out_desc, [batch, row, col], tile)
         else:
-            _store(out_desc, [batch, row, col], tile)
+            store(out_desc, [batch, row, col], tile)
             if SYMMETRIC:
                 tma.store_wait(0)
-                _write(matrix.permute((1, 0)), out)
-                _store(out_desc, [batch, col, row], tile)
+                write(matrix.permute((1, 0)), out)
+                store(out_desc, [batch, col, row], tile)
     tma.store_wait(0)
 
 
@@ -145,16 +145,16 @@ def _mirror_in_place(matrix):
         columns = matrix.slice(start, HALF, dim=1)
         mirrored = matrix.slice(start, HALF).permute((1, 0)).load(layout)
         is_lower = offs_i[:, None] >= start + offs_j[None, :]
-        _write(columns, gl.where(is_lower, columns.load(layout), mirrored))
+        write(columns, gl.where(is_lower, columns.load(layout), mirrored))
 
 
 @gluon.jit
-def _write(matrix, values):
+def write(matrix, values):
     """Values to shared memory, once nobody reads it any more, and visible to the copy engine."""
-    _barrier()
+    barrier()
     matrix.store(values)
     fence_async_shared()
-    _barrier()
+    barrier()
 
 
 @gluon.jit(do_not_specialize=["tiles", "rows", "cols", "depth"])
@@ -236,8 +236,8 @@ def _product(
     (beta, C), (gamma, D) = (*terms, (0.0, out), (0.0, out))[:2]
     with torch.cuda.device_of(A):
         product_kernel[(min(count, processors(A.device)),)](
-            _tiles(A, BLOCK, BLOCK_K), _tiles(B, BLOCK, BLOCK_K) if symmetric else _tiles(B, BLOCK_K, BLOCK),
-            *(_tiles(T, BLOCK, BLOCK) for T in (C, D, out)),
+            describe(A, BLOCK, BLOCK_K), describe(B, BLOCK, BLOCK_K) if symmetric else describe(B, BLOCK_K, BLOCK),
+            *(describe(T, BLOCK, BLOCK) for T in (C, D, out)),
             alpha, beta, gamma, count, _blocks(n), _blocks(m), triton.cdiv(A.shape[2], BLOCK_K.value),
             TERMS=len(terms), SYMMETRIC=symmetric, SYMMETRIZE=symmetric and A is not B, num_warps=4,
         )  # fmt: skip
@@ -248,7 +248,12 @@ def _blocks(side: int) -> int:
     return -(-side // int(BLOCK.value))
 
 
-def _tiles(tensor: Tensor, rows: gl.constexpr, cols: gl.constexpr) -> TensorDescriptor:
+def describe(tensor: Tensor, rows: gl.constexpr, cols: gl.constexpr) -> TensorDescriptor:
+    """A batch of matrices, 16 bits an element, in tiles of (rows, cols)."""
     block = [1, rows.value, cols.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)  # the same for bfloat16
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, _layout(*block))
+
+
+@functools.cache
+def _layout(*block: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16)  # the same for bfloat16

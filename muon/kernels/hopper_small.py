@@ -17,9 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from muon.kernels.hopper import _barrier, _load, _store, _write, is_hopper
+from muon.kernels.hopper import barrier, describe, is_hopper, load, store, write
 
 # Triton 3.6 keeps the method private.
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -61,7 +60,7 @@ def _normalize(g, x, eps, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.cons
     for t in range(TILES):
         x.index(t).store((g.index(t).load(layout).to(gl.float32) * scale * rest).to(gl.float16))
     fence_async_shared()
-    _barrier()
+    barrier()
 
 
 @gluon.jit
@@ -102,7 +101,7 @@ def _update_two(x, y, q_tile, shift, t, IS_TALL: gl.constexpr):
     first = _start_update(x.index(t), q_tile, shift, IS_TALL)
     second = _start_update(x.index(t + 1), q_tile, shift, IS_TALL)
     first, second = warpgroup_mma_wait(0, deps=[first, second])
-    _barrier()  # nobody reads X any more
+    barrier()  # nobody reads X any more
     y.index(t).store(first.to(y.dtype))
     y.index(t + 1).store(second.to(y.dtype))
 
@@ -132,7 +131,7 @@ def small_kernel(
     fence_async_shared()
     mbarrier.expect(loaded, TILES * g_desc.block_type.nbytes)
     for t in range(TILES):
-        _load(g_desc, [batch, t * BLOCK_M, 0] if IS_TALL else [batch, 0, t * BLOCK_M], loaded, tiles.index(t))
+        load(g_desc, [batch, t * BLOCK_M, 0] if IS_TALL else [batch, 0, t * BLOCK_M], loaded, tiles.index(t))
     mbarrier.wait(loaded, 0, deps=[tiles])
     if NORMALIZE:
         _normalize(g, x, eps, TILES, ROWS, COLS)
@@ -144,37 +143,37 @@ def small_kernel(
         a, b, c = coefficients[3 * i], coefficients[3 * i + 1], coefficients[3 * i + 2]
         if (RESTARTS >> i) & 1:
             if i > 0:
-                _write(z_tile, q)
+                write(z_tile, q)
                 for t in range(0, TILES, 2):
                     _update_two(x, x, z_tile, shift, t, IS_TALL)
                 fence_async_shared()
-                _barrier()
+                barrier()
             r = _gram(x, IS_TALL, TILES)
-        _write(r_tile, r)
+        write(r_tile, r)
         r32 = r.to(gl.float32)
         z = (c * warpgroup_mma(r_tile, r_tile, gl.zeros((SIDE, SIDE), gl.float32, SQUARE)) + b * r32).to(gl.float16)
         if (RESTARTS >> i) & 1:
             q = z
             shift = a
             if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
-                _write(z_tile, z)
+                write(z_tile, z)
         else:
-            _write(z_tile, z)
+            write(z_tile, z)
             q = _multiply(q, z_tile, a * q.to(gl.float32) + shift * z.to(gl.float32))
             shift *= a
         if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
             rz = _multiply(r, z_tile, a * r32)
-            _write(r_tile, rz)
+            write(r_tile, rz)
             r = _multiply(z, r_tile, a * rz.to(gl.float32))
 
-    _write(z_tile, q)
+    write(z_tile, q)
     for t in range(0, TILES, 2):
         _update_two(x, g, z_tile, shift, t, IS_TALL)
         fence_async_shared()
-        _barrier()
+        barrier()
         for u in gl.static_range(2):
             start = (t + u) * BLOCK_M
-            _store(out_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], tiles.index(t + u))
+            store(out_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], tiles.index(t + u))
     tma.store_wait(0)
 
 
@@ -191,12 +190,10 @@ def orthogonalize_small(
     """out = U p(S / ‖G‖) Vᵀ of G (batch, rows, cols); both can be described."""
     batch, rows, cols = G.shape
     is_tall = rows > cols
-    block = [1, BLOCK_M.value, SIDE.value] if is_tall else [1, SIDE.value, BLOCK_M.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)  # the same for bfloat16
-    g_desc, out_desc = (TensorDescriptor(T, list(T.shape), list(T.stride()), block, layout) for T in (G, out))
+    tile = (BLOCK_M, SIDE) if is_tall else (SIDE, BLOCK_M)
     with torch.cuda.device_of(G):
         small_kernel[(batch,)](
-            g_desc, out_desc, coefficients, eps or 0.0,
+            describe(G, *tile), describe(out, *tile), coefficients, eps or 0.0,
             IS_TALL=is_tall, NORMALIZE=eps is not None, STEPS=len(coefficients) // 3, RESTARTS=restarts,
             TILES=next(tiles for tiles in ROOM if tiles * BLOCK_M.value >= max(rows, cols)), num_warps=4,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 if not dist.is_available() or not dist.is_gloo_available():
-    pytest.skip("this torch is built without gloo", allow_module_level=True)
+    pytest.skip(reason="this torch is built without gloo", allow_module_level=True)
 
 from checkpoints import load_checkpoint, optimizer_of_saved, saved_model, train_saved
 from checks import CHECKS, die_in_a_step, run_checks
