@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
+from helpers.allocations import Allocations
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -265,30 +265,6 @@ def test_forward_mode_is_refused():
         scaled_dot_product_attention(torch.autograd.forward_ad.make_dual(q, tangent), k, v)
 
 
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes that tensors alive at one time hold, of those that operators returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.alive = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.alive:
-                storage = x.untyped_storage()
-                self.alive.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def forget(self, key, nbytes):
-        self.alive.discard(key)
-        self.now -= nbytes
-
-
 @pytest.mark.parametrize("options", [{"window_right": 0}, {"window_left": 500, "softcap": 3.0}, {**SEED}])
 def test_memory_is_linear_in_the_length(options):
     """Forward and backward of the torch backend. Twice the length takes at most 2.1 times the memory."""
@@ -296,7 +272,7 @@ def test_memory_is_linear_in_the_length(options):
 
     def peak(length):
         q, k, v = torch.randn(3, 1, length, 1, 32)
-        with PeakMemory() as memory, LargestTensor() as largest:
+        with Allocations() as memory, LargestTensor() as largest:
             out, lse, _ = tiled_forward(q, k, v, Options(0.3, **options), True)
             tiled_backward(out, lse, q, k, v, out, lse, Options(0.3, **options), False)
         assert length * 32 <= largest.numel <= max(4 * TILE**2, 2 * length * 32)
