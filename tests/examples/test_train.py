@@ -146,6 +146,15 @@ def test_ctrl_c_keeps_what_was_learned(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def listens_to_ctrl_c():
+    """A process that a shell has put into the background inherits a SIGINT that is ignored."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_a_second_ctrl_c_stops_at_once() -> None:
     steps = train.interruptible(10)
     assert next(steps) == 0
