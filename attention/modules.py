@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .cache import KVCache
 from .functional import autocast_dtype, flash_attention, is_window
+from .rotary import rotary_angles, rotate
 
-ROTARY_BASE = 10000.0
 RMS_EPS = 1e-6
 
 
@@ -181,19 +181,3 @@ class SelfAttention(nn.Module):
 def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
     """x over its root mean square along the last dimension, times gain, in x's dtype."""
     return nn.functional.rms_norm(x, x.shape[-1:], gain.to(x.dtype), RMS_EPS)
-
-
-def rotary_angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 (..., S, 1, head_dim / 2), of position · 10000^(-2i / head_dim) for positions (..., S).
-
-    Computed where it is used, never stored: no length is too long, and a layer moved to bfloat16 keeps exact angles.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
-    angles = positions[..., None, None] * ROTARY_BASE**-exponents
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x_i, x_{i + D/2}) of x (B, S, H, D) in float32; the result has x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
