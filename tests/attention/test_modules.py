@@ -150,6 +150,8 @@ def test_empty_sequences():
         ((30, 4), {}, "embed_dim must be a multiple of num_heads, got 30 and 4"),
         ((32, 4, 3), {}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ((12, 4), {}, "rotary needs an even head width, got embed_dim / num_heads = 3"),
+        ((1032, 4), {}, "the head width embed_dim / num_heads must be from 1 to 256, got 1032 / 4 = 258"),
+        ((0, 4), {}, "the head width embed_dim / num_heads must be from 1 to 256, got 0 / 4 = 0"),
     ],
 )
 def test_errors(arguments, options, message):
