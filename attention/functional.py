@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -83,6 +83,7 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv:2307.08691, https://github.com/Dao-AILab/flash-attention); ALiBi (arXiv:2108.12409);
     softcap as in Gemma 2 (arXiv:2408.00118); sinks as in gpt-oss (arXiv:2508.10925).
     """
+    _check_types({"q": q, "k": k, "v": v}, {"sinks": sinks, "alibi_slopes": alibi_slopes})
     _refuse_forward_mode(q, k, v, sinks)
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
@@ -143,6 +144,8 @@ def flash_attention_varlen(
 
     Source: FlashAttention's flash_attn_varlen_func (https://github.com/Dao-AILab/flash-attention).
     """
+    needed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_types(needed, {"sinks": sinks, "alibi_slopes": alibi_slopes})
     _refuse_forward_mode(q, k, v, sinks)
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v, packed=True)
@@ -204,6 +207,7 @@ def scaled_dot_product_attention(
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask is given and is_causal=True: give one or the other")
+    _check_types({"query": query, "key": key, "value": value}, {"attn_mask": attn_mask})
     _refuse_forward_mode(query, key, value, attn_mask)
     query, key, value = _autocast(query, key, value)
     q, k, v = (_swap_heads(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
@@ -308,6 +312,13 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     if len(sizes) != 4 or any(size not in (1, most) for size, most in zip(sizes, full, strict=True)):
         raise ValueError(f"attn_mask must be broadcastable to {full}, got shape {tuple(mask.shape)}")
     return mask.reshape(sizes) if mask.dim() < 4 else mask
+
+
+def _check_types(needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """Raises unless all are tensors; those that are optional may be None."""
+    for name, x in (*needed.items(), *optional.items()):
+        if not isinstance(x, Tensor) and not (x is None and name in optional):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

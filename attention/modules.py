@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .cache import KVCache
-from .functional import autocast_dtype, flash_attention, is_window
+from .functional import MAX_HEAD_DIM, autocast_dtype, flash_attention, is_window
+from .rotary import rotary_angles, rotate
 
-ROTARY_BASE = 10000.0
 RMS_EPS = 1e-6
 
 
@@ -19,7 +19,7 @@ class SelfAttention(nn.Module):
 
     Args:
         embed_dim: width E of the input and the output.
-        num_heads: query heads Hq; each is D = embed_dim / num_heads wide.
+        num_heads: query heads Hq; each is D = embed_dim / num_heads wide, at most 256.
         num_kv_heads: key and value heads Hkv, a divisor of Hq; Hq by default. Fewer is grouped-query attention.
         causal: a position sees itself and what is before it.
         window: (left, right): a position sees that many positions before and after it; -1 is no limit.
@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
             Moving or casting the layer resets it. Tokens that attend to a cache don't count.
 
     Raises:
-        ValueError: sizes that don't divide; an odd head width with `rotary`; a window below -1.
+        ValueError: sizes that don't divide; a head width above 256, or an odd one with `rotary`; a window below -1.
 
     Example:
         >>> import torch
@@ -82,12 +82,18 @@ class SelfAttention(nn.Module):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if rotary and embed_dim // num_heads % 2:
-            raise ValueError(f"rotary needs an even head width, got embed_dim / num_heads = {embed_dim // num_heads}")
+        head_dim = embed_dim // num_heads
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"the head width embed_dim / num_heads must be from 1 to {MAX_HEAD_DIM}, "
+                f"got {embed_dim} / {num_heads} = {head_dim}"
+            )
+        if rotary and head_dim % 2:
+            raise ValueError(f"rotary needs an even head width, got embed_dim / num_heads = {head_dim}")
         if window is not None and not is_window(window):
             raise ValueError(f"window must be two numbers of positions from -1 (no limit) up, got {window}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
+        self.head_dim = head_dim
         self.causal, self.window, self.rotary, self.qk_norm = causal, window, rotary, qk_norm
         rows = (num_heads + 2 * num_kv_heads) * self.head_dim
         self.qkv = nn.Linear(embed_dim, rows, bias=bias, device=device, dtype=dtype)
@@ -181,19 +187,3 @@ class SelfAttention(nn.Module):
 def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
     """x over its root mean square along the last dimension, times gain, in x's dtype."""
     return nn.functional.rms_norm(x, x.shape[-1:], gain.to(x.dtype), RMS_EPS)
-
-
-def rotary_angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 (..., S, 1, head_dim / 2), of position · 10000^(-2i / head_dim) for positions (..., S).
-
-    Computed where it is used, never stored: no length is too long, and a layer moved to bfloat16 keeps exact angles.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
-    angles = positions[..., None, None] * ROTARY_BASE**-exponents
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (x_i, x_{i + D/2}) of x (B, S, H, D) in float32; the result has x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -132,7 +132,7 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -
     if not foldable or options.seed is not None or options.cu_seqlens_q is not None or with_max_logits:
         return _one_by_one(torch.ops.attention.forward, info, in_dims, arguments)
     out, lse, max_logits = torch.ops.attention.forward(*_fold(info, in_dims, arguments, 3))
-    return (*_unfold(info, out, lse), max_logits), (0, 0, None)
+    return (*_unfold(info, in_dims, arguments, out, lse), max_logits), (0, 0, None)
 
 
 def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) 
     if any(x is not None for x in tensors):
         return _one_by_one(torch.ops.attention.backward, info, in_dims, arguments)
     *grads, dsinks, dmask = torch.ops.attention.backward(*_fold(info, in_dims, arguments, 7))
-    return (*_unfold(info, *grads), dsinks, dmask), (0, 0, 0, None, None)
+    return (*_unfold(info, in_dims, arguments, *grads), dsinks, dmask), (0, 0, 0, None, None)
 
 
 def _fold(info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], count: int) -> list[Any]:
@@ -154,20 +154,30 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
     return folded
 
 
-def _unfold(info: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in tensors)
+def _unfold(
+    info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """The results, with the mapped dimension and the first argument's batch (B, ...) apart again."""
+    batch = arguments[0].shape[1 if in_dims[0] == 0 else 0]
+    return tuple(x.unflatten(0, (info.batch_size, batch)) for x in tensors)
 
 
 def _one_by_one(
     operator: Any, info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """For what the members of a batch don't share (random numbers, a head's maximum, sums over the batch)."""
+    mapped = list(zip(arguments, in_dims, strict=True))
+    if info.batch_size == 0:  # a member of zeros tells what the results would look like
+        mapped = [(x if dim is None else _append_zeros(x, dim), dim) for x, dim in mapped]
     results = [
-        operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
-        for i in range(info.batch_size)
+        operator(*(x if dim is None else x.select(dim, i) for x, dim in mapped)) for i in range(max(info.batch_size, 1))
     ]
-    stacked = tuple(torch.stack(tensors) for tensors in zip(*results, strict=True))
+    stacked = tuple(torch.stack(tensors)[: info.batch_size] for tensors in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def _append_zeros(x: Tensor, dim: int) -> Tensor:
+    return torch.cat((x, x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))), dim)
 
 
 torch.library.register_fake("attention::forward", _forward_fake)

@@ -101,6 +101,8 @@ def _forward_kernel(
     first_k, length_k = locate(cu_k_ptr, batch, seqlen_k)
     if VARLEN:
         if start_m >= length_q:
+            if max_logits_ptr is not None:
+                tl.store(max_logits_ptr + pid, -float("inf"))
             return
         entry = 0
         out_ptr += (tl.cast(first_q, tl.int64) * heads_q + head) * DV
@@ -169,7 +171,7 @@ def _forward_kernel(
             top = tl.where(top == -float("inf"), top, top * scale)  # the scale may be 0
         else:
             top = row_max * (LN_2 if EXP2 else 1.0)
-        tl.atomic_max(max_logits_ptr + head, tl.max(tl.where(mask_m, top, -float("inf")), 0))
+        tl.store(max_logits_ptr + pid, tl.max(tl.where(mask_m, top, -float("inf")), 0))
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head) * unit
         new_max = tl.maximum(row_max, sink)
@@ -198,9 +200,9 @@ def forward(
     allocate = torch.zeros if packed else torch.empty  # nobody writes the rows past the last sequence
     out = allocate((*batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
-    max_logits = lse.new_full((heads_q if with_max_logits else 0,), -torch.inf)
+    shape = (heads_q if with_max_logits else 0,)
     if out.numel() == 0 or seqlen_k == 0:
-        return out.zero_(), _lse_without_keys(lse, options), max_logits
+        return out.zero_(), _lse_without_keys(lse, options), lse.new_full(shape, -torch.inf)
     longest, entries = seqlen_q, q.shape[0]
     if packed:
         assert options.cu_seqlens_q is not None
@@ -210,7 +212,9 @@ def forward(
     tile = choose_tiles(q, v).forward
     num_tiles = triton.cdiv(longest, tile.block_m)
     if num_tiles * entries == 0:
-        return out, lse, max_logits
+        return out, lse, lse.new_full(shape, -torch.inf)
+    # One number a program, not one a head by atomics, which would make each program wait for memory.
+    peaks = lse.new_empty((entries, heads_q, num_tiles)) if with_max_logits else None
     block_d, block_dv = padded_widths(head_dim, head_dim_v)
     scale = options.scale
     if scale < 0:
@@ -221,12 +225,12 @@ def forward(
             describe(q, tile.block_m, block_d),
             describe(k, tile.block_n, block_d),
             describe(v, tile.block_n, block_dv),
-            pointer(k), pointer(v), out, lse, max_logits if with_max_logits else None,
+            pointer(k), pointer(v), out, lse, peaks,
             None if options.sinks is None else options.sinks.contiguous(),
             **shared_arguments(q, v, options),
             heads_q=heads_q, num_tiles=num_tiles, scale=scale, **compiled_with(tile, options),
         )  # fmt: skip
-    return out, lse, max_logits
+    return out, lse, lse.new_empty(shape) if peaks is None else peaks.amax((0, 2))
 
 
 def _lse_without_keys(lse: torch.Tensor, options: Options) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """What the package promises around the numbers: torch.compile, opcheck, autocast, memory, errors."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 from helpers.allocations import Allocations
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -74,6 +76,19 @@ def test_compile_with_inductor():
     compiled = torch.compile(layer, fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x))
     compiled(x).sum().backward()
+
+
+def test_compiled_layers_compute_rotary_angles_once():
+    """Not in every element of the kernels that rotate, where a pow, a cos and a sin cost ten times the rest."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(attention.SelfAttention(32, 4, 2, qk_norm=norm) for norm in (True, False)))
+    x = torch.randn(2, 20, 32)
+    out, (forward, backward) = run_fw_bw_and_get_code(lambda: torch.compile(layers, fullgraph=True)(x))
+    torch.testing.assert_close(out, layers(x))
+    assert "torch.ops.attention.forward" in forward and "torch.ops.attention.backward" in backward
+    assert forward.count("= torch.ops.attention.rotary_angles") == 1 and "rotary_angles(" not in backward
+    for function in ("pow", "cos", "sin"):
+        assert not re.search(rf"\b{function}\(", forward + backward)
 
 
 def test_dynamic_length_compiles_few_graphs():
@@ -182,6 +197,21 @@ def test_vmap(backend, in_dims, option):
     grads, expected_grads = (torch.autograd.grad(x[0], leaves, grad_out) for x in (results, expected))
     for x, y in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@both_backends
+@pytest.mark.parametrize("option", [{}, {"dropout_p": 0.5}, {"return_max_logits": True}])
+def test_vmap_over_nothing(backend, option):
+    q, k = torch.randn(2, 0, 9, 4, 8, requires_grad=True), torch.randn(2, 7, 2, 8, requires_grad=True)
+
+    def function(q):
+        out, lse, *_ = flash_attention(q, k, k[..., :5], return_lse=True, **option, backend=backend)
+        return out, lse
+
+    out, lse = torch.func.vmap(function, in_dims=1, randomness="different")(q)
+    assert out.shape == (0, 2, 9, 4, 5) and lse.shape == (0, 2, 4, 9)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k))
+    assert [x.shape for x in grads] == [q.shape, k.shape] and not grads[1].any()
 
 
 def test_vmap_draws_one_dropout_or_several():
@@ -349,6 +379,7 @@ def inputs(q=(2, 8, 4, 16), k=(2, 8, 2, 16), v=(2, 8, 2, 16), dtypes=(torch.floa
     ("tensors", "error", "message"),
     [
         (inputs(q=(8, 4, 16)), ValueError, r"q must have the 4 dimensions .* got shape \(8, 4, 16\)"),
+        (["abc", *inputs()[1:]], TypeError, "q must be a tensor, got str"),
         (inputs(k=(2, 8, 3, 16), v=(2, 8, 3, 16)), ValueError, "q's 4 heads must be a multiple of k's 3"),
         (inputs(k=(2, 8, 2, 8)), ValueError, "k's head dimension is 8 but q's is 16"),
         (inputs(k=(2, 9, 2, 16)), ValueError, "k has length 9 but v has 8"),
@@ -398,6 +429,8 @@ def test_mixed_devices():
         ({"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks is on meta but q is on cpu"),
         ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"alibi_slopes .* \(4,\) or \(2, 4\), got \(3, 4\)"),
         ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, ValueError, "alibi_slopes requires a gradient"),
+        ({"sinks": [0.0] * 4}, TypeError, "sinks must be a tensor, got list"),
+        ({"alibi_slopes": (0.5,) * 4}, TypeError, "alibi_slopes must be a tensor, got tuple"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
     ],
@@ -414,6 +447,9 @@ def test_bad_options(option, error, message):
         ({"cu_seqlens_k": CU_SEQLENS[:2]}, ValueError, r"cu_seqlens_k must have shape .* as cu_seqlens_q, got \(2,\)"),
         ({"cu_seqlens_q": CU_SEQLENS[0]}, ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\)"),
         ({"cu_seqlens_k": CU_SEQLENS.to("meta")}, ValueError, "cu_seqlens_k is on meta but q is on cpu"),
+        ({"cu_seqlens_q": [0, 4, 9]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
+        ({"cu_seqlens_k": [0, 4, 9]}, TypeError, "cu_seqlens_k must be a tensor, got list"),
+        ({"sinks": [0.0] * 4}, TypeError, "sinks must be a tensor, got list"),
         ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0, got -1"),
         ({"q": torch.zeros(1, 9, 4, 8)}, ValueError, r"q must have the 3 dimensions \(total, H, D\)"),
         ({"k": torch.zeros(8, 2, 8)}, ValueError, "k has length 8 but v has 9"),
@@ -446,5 +482,9 @@ def test_scaled_dot_product_attention_errors():
         scaled_dot_product_attention(q, q, q, dropout_p=1.5)
     with pytest.raises(ValueError, match="query has 4 heads and key 2: they must be equal unless enable_gqa=True"):
         scaled_dot_product_attention(q, k, v)
+    with pytest.raises(TypeError, match="attn_mask must be a tensor, got list"):
+        scaled_dot_product_attention(q, q, q, [[True]])
+    with pytest.raises(TypeError, match="query must be a tensor, got NoneType"):
+        scaled_dot_product_attention(None, q, q)
     with pytest.raises(ValueError, match="key must have the 4 dimensions"):
         scaled_dot_product_attention(q, k[0], v)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import SelfAttention, flash_attention
-from attention.modules import rotary_angles, rotate
+from attention.rotary import rotary_angles, rotate
 from tests.attention.checks import assert_right
 
 
@@ -85,6 +85,22 @@ def test_rotary_is_a_rotation_in_the_complex_plane():
     torch.testing.assert_close(rotate(x, *rotary_angles(torch.arange(7), 16)), expected)
 
 
+@pytest.mark.parametrize("positions", [torch.arange(9), torch.tensor([[0, 3], [70_000, 5]]), torch.arange(0)])
+def test_rotary_operator(positions):
+    torch.library.opcheck(torch.ops.attention.rotary_angles, (positions, 6))
+    angles = positions.double()[..., None, None] * 10000.0 ** -(torch.arange(3).double() / 3)
+    for ours, truth in zip(rotary_angles(positions, 6), (angles.cos(), angles.sin()), strict=True):
+        assert ours.dtype == torch.float32 and ours.shape == truth.shape
+        assert ((ours - truth).abs() <= 1e-6 + angles * 2**-22).all()  # of a large angle float32 drops the last bits
+
+
+def test_rotary_operator_under_vmap():
+    positions = torch.randint(0, 99, (4, 2, 3))
+    batched = torch.vmap(lambda p: rotary_angles(p, 8), in_dims=1)(positions)
+    for ours, expected in zip(batched, rotary_angles(positions.transpose(0, 1), 8), strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_qk_weights_are_views_of_the_rows_that_make_queries_and_keys():
     torch.manual_seed(0)
     layer = SelfAttention(48, 6, 2, rotary=False)
@@ -134,6 +150,8 @@ def test_empty_sequences():
         ((30, 4), {}, "embed_dim must be a multiple of num_heads, got 30 and 4"),
         ((32, 4, 3), {}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ((12, 4), {}, "rotary needs an even head width, got embed_dim / num_heads = 3"),
+        ((1032, 4), {}, "the head width embed_dim / num_heads must be from 1 to 256, got 1032 / 4 = 258"),
+        ((0, 4), {}, "the head width embed_dim / num_heads must be from 1 to 256, got 0 / 4 = 0"),
     ],
 )
 def test_errors(arguments, options, message):

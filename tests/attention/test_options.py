@@ -155,6 +155,22 @@ def test_rows_past_the_last_sequence(backend):
 
 
 @both_backends
+def test_max_logits_of_short_sequences_beside_a_long_one(backend):
+    """Most programs of a short sequence have no queries at all; one that is empty has no maximum."""
+    q, k = torch.randn(2, 133, 2, 8)
+    cu_seqlens = cumulative([130, 0, 3])
+    asked = {"causal": True, "return_max_logits": True, "backend": backend}
+    _, largest = flash_attention_varlen(q, k, k, cu_seqlens, cu_seqlens, 130, 130, **asked)
+    ones = [
+        flash_attention(q[None, rows], k[None, rows], k[None, rows], **asked)[1]
+        for rows in (slice(130), slice(130, 133))
+    ]
+    torch.testing.assert_close(largest, torch.maximum(*ones))
+    _, nothing = flash_attention_varlen(q, k, k, *(cumulative([0, 0]),) * 2, 130, 130, **asked)
+    assert nothing.tolist() == [-torch.inf] * 2
+
+
+@both_backends
 def test_strided_cu_seqlens(backend):
     """A column of a table of lengths, for example."""
     torch.manual_seed(0)

@@ -28,13 +28,17 @@ def test_clipping_in_training_without_waiting(mode):
     step = layer if mode is None else torch.compile(layer, fullgraph=True, mode=mode)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     clip = QKClip(layer, optimizer, threshold=5.0)
+    # A gradient that a CUDA graph made is gone with the next forward pass, so that the second micro-batch could not be
+    # added to it (https://github.com/pytorch/pytorch/issues/169545): they are summed in memory outside of the graphs.
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     x, clipped = torch.randn(2, 64, 128, device="cuda"), 0
     for i in range(12):
         torch.cuda.set_sync_debug_mode("error" if i > 5 else "default")
         for micro_batch in x.split(1):
             F.mse_loss(step(micro_batch), micro_batch.roll(1, 1)).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         clipped = clipped + clip.num_clipped
     torch.cuda.set_sync_debug_mode("default")
     assert clipped.item() >= 4
