@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..reference import Options
 from .common import LN_2, LOG2_E, key_tiles, loadable, locate, on_device_of, pointer
-from .hopper_common import arrive, barriers, describe, hide_if_greater, load, processors, store, write
+from .hopper_common import arrive, barrier, barriers, describe, hide_if_greater, load, processors, store, write
 from .tiles import padded_widths
 
 ROWS = gl.constexpr(64)  # queries of a group of four warps
@@ -151,6 +151,31 @@ def _copy(
 
 
 @gluon.jit
+def _halves(x):
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _row_max(x):
+    """The largest of each row. A thread's part is folded twice first: one long chain would wait for every step."""
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    for _ in gl.static_range(2 if x.shape[1] >= 64 else 0):
+        first, second = _halves(x)
+        x = gl.maximum(first, second)
+    return gl.convert_layout(gl.max(x, 1), rows)
+
+
+@gluon.jit
+def _row_sum(x):
+    """The sum of each row, likewise."""
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    for _ in gl.static_range(2 if x.shape[1] >= 64 else 0):
+        first, second = _halves(x)
+        x = first + second
+    return gl.convert_layout(gl.sum(x, 1), rows)
+
+
+@gluon.jit
 def _softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.constexpr, MASKED: gl.constexpr):
     """Probabilities relative to the maximum so far, that maximum, the sum, and how much what came before shrinks."""
     layout: gl.constexpr = s.type.layout
@@ -163,11 +188,11 @@ def _softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.conste
         s = hide_if_greater(s, keys[None, :], right[:, None])
         if BOUND_LEFT:
             s = hide_if_greater(s, left[:, None], keys[None, :])
-    new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
+    new_max = gl.maximum(row_max, _row_max(s) * scale)
     anchor = gl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max  # -inf - -inf would be NaN
     p = gl.exp2(s * scale - anchor[:, None])
     rescale = gl.exp2(row_max - anchor)
-    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+    return p, new_max, row_sum * rescale + _row_sum(p), rescale
 
 
 @gluon.jit
@@ -263,67 +288,138 @@ def _skip(shared, step, turn, count, WHICH: gl.constexpr, GROUPS: gl.constexpr, 
 
 
 @gluon.jit
-def _load_rows(rows, entry, head, start, length, D: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
-    """CAREFUL positions of what `pointer` returned, zeros behind the last one."""
+def _limits(rows, length_q, length_k, problem, BOUND_RIGHT: gl.constexpr):
+    """Query i sees key j when left_i <= j <= right_i."""
+    window_left, window_right = problem[7], problem[8]
+    right = gl.full(rows.shape, length_k - 1, gl.int32, rows.type.layout)
+    if BOUND_RIGHT:
+        right = gl.minimum(right, rows + (length_k - length_q + window_right))
+    return rows + (length_k - length_q - window_left), right
+
+
+@gluon.jit
+def _count_sink(acc, row_max, row_sum, sinks_ptr, head):
+    """The sink joins the softmax at its end."""
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + head) * LOG2_E
+        new_max = gl.maximum(row_max, sink)
+        anchor = gl.where(new_max == -float("inf"), 0.0, new_max)
+        rescale = gl.exp2(row_max - anchor)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        row_sum = row_sum * rescale + gl.exp2(sink - anchor)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def _load_rows(rows, entry, head, start, length, first_d, D: gl.constexpr, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
+    """NUMBER positions of what `pointer` returned, zeros behind the last one."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     unit: gl.constexpr = 8  # 16 bytes
     ptr = rows[0] + gl.cast(entry, gl.int64) * rows[1] * unit + gl.cast(head, gl.int64) * rows[2] * unit
-    offs_s = gl.arange(0, CAREFUL, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+    offs_s = gl.arange(0, NUMBER, gl.SliceLayout(1, layout))
+    offs_d = first_d + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     offsets = (start + offs_s)[:, None].to(gl.int64) * (gl.cast(rows[3], gl.int64) * unit) + offs_d[None, :]
     mask = (offs_s[:, None] < length - start) & (offs_d[None, :] < D)
     return gl.load(ptr + offsets, mask=mask, other=0.0)
 
 
 @gluon.jit
+def _store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV: gl.constexpr):
+    layout: gl.constexpr = out.type.layout
+    offs_m = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
+    ptr = out_ptr + ((gl.cast(entry, gl.int64) * seqlen_q + first_q) * heads_q + head) * DV
+    offsets = offs_m[:, None].to(gl.int64) * (heads_q * DV) + offs_d[None, :]
+    mask = (offs_m[:, None] < length_q) & (offs_d[None, :] < DV)
+    gl.store(ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def _attend_carefully(
-    q, k_rows, v_rows, entry, head_k, first_k, length_k, begin, end, limits, scales,
+    place, problem, q_rows, k_rows, v_rows, limits, begin, end, scales,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """All of a group's keys once more. A value that isn't finite counts as 0 where it isn't seen, and NaN where it is."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """A group's softmax, maxima and sums, in small pieces: a value that isn't finite counts as 0 where it isn't seen and
+    as NaN where it is. `place` is of the group's first query."""
+    PART: gl.constexpr = 64  # of the head's width, because of the registers
+    left_side: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right_side: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    left, right = gl.convert_layout(limits[0], rows), gl.convert_layout(limits[1], rows)
-    row_max = gl.full((ROWS,), -float("inf"), gl.float32, rows)
-    row_sum = gl.zeros((ROWS,), gl.float32, rows)
+    entry, head, row0, first_q, length_q, first_k, length_k = place
+    head_k = head // problem[1]
+    left, right = limits
+    row_max = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    row_sum = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, layout))
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
-    q_part = q.load(gl.DotOperandLayout(0, layout, 2))
     for start_n in range(begin, end, CAREFUL):
-        k = _load_rows(k_rows, entry, head_k, first_k + start_n, first_k + length_k, D, BLOCK_D, copied)
-        v = _load_rows(v_rows, entry, head_k, first_k + start_n, first_k + length_k, DV, BLOCK_DV, copied)
-        k_part = gl.convert_layout(k.permute((1, 0)), right_side)
-        s = mma_v2(q_part, k_part, gl.zeros((ROWS, CAREFUL), gl.float32, layout))
-        p, row_max, row_sum, rescale = _softmax(s, row_max, row_sum, start_n, (left, right), scales, BOUND_LEFT, True)
+        s = gl.zeros((ROWS, CAREFUL), gl.float32, layout)
+        for d in gl.static_range(0, BLOCK_D, PART):
+            q = _load_rows(q_rows, entry, head, first_q + row0, first_q + length_q, d, D, ROWS, PART)
+            k = _load_rows(k_rows, entry, head_k, first_k + start_n, first_k + length_k, d, D, CAREFUL, PART)
+            k_turned = gl.convert_layout(k.permute((1, 0)), right_side)
+            s = mma_v2(gl.convert_layout(q, left_side), k_turned, s)
+        p, row_max, row_sum, rescale = _softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT, True)
+        v = _load_rows(v_rows, entry, head_k, first_k + start_n, first_k + length_k, 0, DV, CAREFUL, BLOCK_DV)
         is_finite = gl.abs(v.to(gl.float32)) < float("inf")
         spoiled = gl.convert_layout(gl.min(is_finite.to(gl.int32), 1), gl.SliceLayout(0, layout)) == 0
         keys = start_n + gl.arange(0, CAREFUL, gl.SliceLayout(0, layout))
-        sees = (keys[None, :] <= right[:, None]) & spoiled[None, :]
+        sees_spoiled = (keys[None, :] <= right[:, None]) & spoiled[None, :]
         if BOUND_LEFT:
-            sees = sees & (keys[None, :] >= left[:, None])
-        p = gl.where(sees, float("nan"), p).to(v.dtype)
-        v_part = gl.convert_layout(gl.where(is_finite, v, 0.0), right_side)
-        acc = mma_v2(gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2)), v_part, acc * rescale[:, None])
+            sees_spoiled = sees_spoiled & (keys[None, :] >= left[:, None])
+        p = gl.convert_layout(gl.where(sees_spoiled, float("nan"), p).to(v.dtype), left_side)
+        acc = mma_v2(p, gl.convert_layout(gl.where(is_finite, v, 0.0), right_side), acc * rescale[:, None])
     return acc, row_max, row_sum
 
 
 @gluon.jit
-def _is_spoiled(acc, counts):
-    """Whether NaN or inf is in a row of the result that counts."""
-    rows = gl.convert_layout(gl.sum(acc * 0.0, 1), counts.type.layout)
-    return gl.max(gl.where(counts & (rows != 0.0), 1, 0), 0) != 0
+def _repair(
+    place, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
+    WHICH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """This group's queries of a tile once more, with care, if an lse of NaN marks any of them."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    batch, head, start_m, first_q, length_q, first_k, length_k = place
+    heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
+    entry = 0 if cu_q_ptr is not None else batch
+    row0 = start_m + WHICH * ROWS
+    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    lse_ptr += (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
+    lse = gl.load(lse_ptr + rows, mask=rows < length_q, other=0.0)
+    if gl.max((lse != lse).to(gl.int32), 0) != 0:
+        last, right, full, left = _walk(
+            row0, length_q, length_k, problem, 2**24, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
+        )
+        limits = _limits(rows, length_q, length_k, problem, BOUND_RIGHT)
+        acc, row_max, row_sum = _attend_carefully(
+            (entry, head, row0, first_q, length_q, first_k, length_k), problem, q_rows, k_rows, v_rows, limits,
+            (last - right - full - left) * BLOCK_N, (last + 1) * BLOCK_N, scales,
+            D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, layout,
+        )  # fmt: skip
+        acc, row_max, row_sum = _count_sink(acc, row_max, row_sum, sinks_ptr, head)
+        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+        gl.store(lse_ptr + rows, (row_max + gl.log2(row_sum)) * LN_2, mask=rows < length_q)
+        _store_rows(out_ptr, acc / row_sum[:, None], entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
+
+
+@gluon.jit
+def _await_writes(x):
+    """Until the copy engine's writes are in memory; `tma.store_wait` returns when it has read what it writes."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _attend_tile(
-    place, step, turn, done, shared, problem, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
-    WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
+    place, step, turn, done, shared, problem, scales, max_logits_ptr,
+    WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
 ):  # fmt: skip
     """The result of this group's queries of one tile, before the division, and their maxima and sums."""
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
     batch, head, start_m, first_q, length_q, first_k, length_k = place
-    heads_q, group, _, _, _, _, _, window_left, window_right, cu_q_ptr, _ = problem
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_D: gl.constexpr = k_ring.shape[4]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
@@ -338,12 +434,8 @@ def _attend_tile(
     )
     step, turn = _skip(shared, step, turn, all_last - last, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
-    # Query i sees key j when left_i <= j <= right_i.
     rows = row0 + gl.arange(0, ROWS, rows_s)
-    limit = gl.full((ROWS,), length_k - 1, gl.int32, rows_s)
-    if BOUND_RIGHT:
-        limit = gl.minimum(limit, rows + (length_k - length_q + window_right))
-    limits = (rows + (length_k - length_q - window_left), limit)
+    limits = _limits(rows, length_q, length_k, problem, BOUND_RIGHT)
     row_max = gl.full((ROWS,), -float("inf"), gl.float32, rows_s)
     row_sum = gl.zeros((ROWS,), gl.float32, rows_s)
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
@@ -385,42 +477,28 @@ def _attend_tile(
     skipped = all_right + all_full + all_left - (all_last - last) - (right + full + left)
     step, turn = _skip(shared, step + 1, turn, skipped, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
-    if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        # 0 · NaN is NaN: a value that isn't finite has reached rows that don't see it. Once more, with care.
-        if _is_spoiled(acc, rows < length_q):
-            careful, careful_max, careful_sum = _attend_carefully(
-                q, k_rows, v_rows, 0 if cu_q_ptr is not None else batch, head // group, first_k, length_k,
-                (last - right - full - left) * BLOCK_N, (last + 1) * BLOCK_N, limits, scales,
-                D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT,
-            )  # fmt: skip
-            acc = gl.convert_layout(careful, layout)
-            row_max = gl.convert_layout(careful_max, rows_s)
-            row_sum = gl.convert_layout(careful_sum, rows_s)
     if FREE_Q:
         arrive(q_empty.index(WHICH))
     if max_logits_ptr is not None:
-        gl.atomic_max(max_logits_ptr + head, gl.max(gl.where(rows < length_q, row_max * LN_2, -float("inf")), 0))
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + head) * LOG2_E
-        new_max = gl.maximum(row_max, sink)
-        anchor = gl.where(new_max == -float("inf"), 0.0, new_max)
-        rescale = gl.exp2(row_max - anchor)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, layout))[:, None]
-        row_sum = row_sum * rescale + gl.exp2(sink - anchor)
-        row_max = new_max
+        peak = gl.max(gl.where(rows < length_q, row_max * LN_2, -float("inf")), 0)
+        first = (batch * problem[0] + head) * problem[4] * GROUPS
+        gl.store(max_logits_ptr + first + row0 // ROWS, peak)
     return acc, row_max, row_sum, rows, step, turn
 
 
 @gluon.jit
 def _attend(
-    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
+    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
-    out_tile, q_empty = shared[3].index(WHICH), shared[5]
+    k_ring, v_ring, out_tile, q_empty = shared[1], shared[2], shared[3].index(WHICH), shared[5]
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
-    BLOCK_DV: gl.constexpr = out_desc.block_type.shape[3]
+    BLOCK_N: gl.constexpr = k_ring.shape[3]
+    BLOCK_DV: gl.constexpr = v_ring.shape[4]
+    rows_s: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    spoiled = gl.zeros((ROWS,), gl.int32, rows_s)
     step = 0
     turn = 0
     done = 0
@@ -429,18 +507,25 @@ def _attend(
         batch, head, start_m, first_q, length_q, _, _ = place
         if start_m < length_q:
             acc, row_max, row_sum, rows, step, turn = _attend_tile(
-                place, step, turn, done, shared, problem, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
-                WHICH, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
+                place, step, turn, done, shared, problem, scales, max_logits_ptr,
+                WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
             )  # fmt: skip
             done += 1
+            acc, row_max, row_sum = _count_sink(acc, row_max, row_sum, sinks_ptr, head)
             # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
             row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+            lse = (row_max + gl.log2(row_sum)) * LN_2
             layout: gl.constexpr = acc.type.layout
+            if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:
+                # 0 · NaN is NaN: a value that isn't finite may have reached rows that don't see it.
+                is_spoiled = (gl.convert_layout(_row_sum(acc * 0.0), rows_s) != 0.0) & (rows < length_q)
+                lse = gl.where(is_spoiled, float("nan"), lse)
+                spoiled = spoiled | is_spoiled.to(gl.int32)
             out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
             row0 = start_m + WHICH * ROWS
             entry = 0 if cu_q_ptr is not None else batch
             first_lse = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
-            gl.store(lse_ptr + first_lse + rows, (row_max + gl.log2(row_sum)) * LN_2, mask=rows < length_q)
+            gl.store(lse_ptr + first_lse + rows, lse, mask=rows < length_q)
             if cu_q_ptr is None or row0 + ROWS <= length_q:  # the copy engine stops at the tensor's last row
                 tma.store_wait(0)
                 write(out_tile.reshape([ROWS, BLOCK_DV]), out.to(out_desc.dtype))
@@ -448,21 +533,26 @@ def _attend(
                 if OUT_OVER_Q:
                     tma.store_wait(0)
             elif cu_q_ptr is not None:  # and here another sequence begins
-                offs_m = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-                offs_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, layout))
-                ptr = out_ptr + (gl.cast(first_q, gl.int64) * heads_q + head) * DV
-                offsets = offs_m[:, None].to(gl.int64) * (heads_q * DV) + offs_d[None, :]
-                mask = (offs_m[:, None] < length_q) & (offs_d[None, :] < DV)
-                gl.store(ptr + offsets, out.to(out_desc.dtype), mask=mask)
+                _store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
             if OUT_OVER_Q:
                 arrive(q_empty.index(WHICH))
     tma.store_wait(0)
+    if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if gl.max(_await_writes(spoiled), 0) != 0:
+            barrier()
+            for count in range(_rounds(num_tiles)):
+                place = _place(_tile(count), problem, GROUPS * ROWS)
+                if place[2] < place[4]:
+                    _repair(
+                        place, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
+                        WHICH, D, DV, k_ring.shape[4], BLOCK_DV, BLOCK_N, BOUND_LEFT, BOUND_RIGHT,
+                    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, k_rows, v_rows, out_ptr, lse_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
-    heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles, scale, softcap,
+    q_desc, k_desc, v_desc, out_desc, q_rows, k_rows, v_rows, out_ptr, lse_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr,
+    cu_k_ptr, heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
     REGISTERS: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr,
 ):  # fmt: skip
@@ -486,25 +576,97 @@ def forward_kernel(
     )  # fmt: skip
     unit_scale = (scale if softcap is None else softcap) * LOG2_E
     scales = (unit_scale, None if softcap is None else scale / softcap)
-    attended = (
-        out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
-        GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-    )  # fmt: skip
-    copied = (q_desc, k_desc, v_desc, shared, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT)
     if GROUPS == 2:
         gl.warp_specialize(
-            [(_attend, attended + (gl.constexpr(0),)), (_attend, attended + (gl.constexpr(1),)), (_copy, copied)],
+            [
+                (_attend, (
+                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                )),
+                (_attend, (
+                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                )),
+                (_copy, (
+                    q_desc, k_desc, v_desc, shared, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                )),
+            ],
             [4, 1],
             [REGISTERS, 24],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_attend, attended + (gl.constexpr(0),)),
-                (_attend, attended + (gl.constexpr(1),)),
-                (_attend, attended + (gl.constexpr(2),)),
-                (_copy, copied),
+                (_attend, (
+                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                )),
+                (_attend, (
+                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                )),
+                (_attend, (
+                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
+                )),
+                (_copy, (
+                    q_desc, k_desc, v_desc, shared, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                )),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )
+        )  # fmt: skip
+
+
+def _section(num_heads: int, group: int, bytes_of_keys: int) -> int:
+    """How many heads go together, so that their keys and values stay in L2: an even number of equal sections, or one."""
+    fitting = max(1, L2_SHARE // bytes_of_keys) * group
+    number = triton.cdiv(num_heads, fitting)
+    return triton.cdiv(num_heads, number + number % 2 if number > 1 else 1)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, with_max_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse and max_logits, for what `attention.backends.why_not_hopper` has nothing against."""
+    packed = options.cu_seqlens_q is not None
+    *batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k, head_dim_v = v.shape[-3:]
+    allocate = torch.zeros if packed else torch.empty  # nobody writes the rows past the last sequence
+    out = allocate((*batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((*batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
+    longest, entries = seqlen_q, q.shape[0]
+    result = out
+    if packed:
+        assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
+        longest, entries = options.max_seqlen_q, options.cu_seqlens_q.shape[0] - 1
+        lse.fill_(-torch.inf)
+        q, k, v, out = q[None], k[None], v[None], out[None]
+    block_d, block_dv = (max(64, width) for width in padded_widths(head_dim, head_dim_v))
+    tile = TILES[max(block_d, block_dv)]
+    num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
+    num_heads = entries * heads_q
+    peaks = None
+    if with_max_logits:
+        shape = (entries, heads_q, num_m * tile.groups)
+        peaks = lse.new_full(shape, -torch.inf) if packed else lse.new_empty(shape)
+    scale = options.scale
+    if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    q, k, v = loadable(q), loadable(k), loadable(v)
+    with on_device_of(q):
+        forward_kernel[(min(num_m * num_heads, processors(q.device)),)](
+            describe(q, int(ROWS.value), block_d), describe(k, tile.block_n, block_d),
+            describe(v, tile.block_n, block_dv), describe(out, int(ROWS.value), block_dv),
+            pointer(q), pointer(k), pointer(v), out, lse, peaks,
+            None if options.sinks is None else options.sinks.contiguous(),
+            None if options.cu_seqlens_q is None else options.cu_seqlens_q.contiguous(),
+            None if options.cu_seqlens_k is None else options.cu_seqlens_k.contiguous(),
+            heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
+            _section(num_heads, heads_q // heads_k, 2 * seqlen_k * (head_dim + head_dim_v)), num_heads,
+            options.window_left or 0, options.window_right or 0, num_m * num_heads, scale, options.softcap,
+            D=head_dim, DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
+            REGISTERS=tile.registers, BOUND_LEFT=options.window_left is not None,
+            BOUND_RIGHT=options.window_right is not None, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4,
+        )  # fmt: skip
+    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax((0, 2))
