@@ -75,12 +75,12 @@ def _tile(count):
 
 @gluon.jit
 def _place(t, problem, BLOCK_M: gl.constexpr):
-    """Which queries tile t is of. The heads of a section, whose keys and values fit into L2, go together.
+    """Which sequence, head and first query tile t is of. The heads of a section, whose keys and values fit into L2, go together.
 
     Under a causal mask the last queries see the most. They go first in every second section, the last one included,
     and last in the others, so that no program gets the longer tiles of every section.
     """
-    heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, _, _, cu_q_ptr, cu_k_ptr = problem
+    heads_q, _, _, _, num_m, section, num_heads, _, _, _, _ = problem
     number = t // (section * num_m)
     heads = gl.minimum(section, num_heads - number * section)
     rest = t - number * section * num_m
@@ -88,10 +88,15 @@ def _place(t, problem, BLOCK_M: gl.constexpr):
     is_descending = (gl.cdiv(num_heads, section) - number) & 1
     start_m = (num_m - 1 - m if is_descending else m) * BLOCK_M
     batch_head = number * section + rest % heads
-    batch = batch_head // heads_q
-    first_q, length_q = locate(cu_q_ptr, batch, seqlen_q)
-    first_k, length_k = locate(cu_k_ptr, batch, seqlen_k)
-    return batch, batch_head % heads_q, start_m, first_q, length_q, first_k, length_k
+    return batch_head // heads_q, batch_head % heads_q, start_m
+
+
+@gluon.jit
+def _locate_both(batch, problem):
+    """Where the queries and the keys of a sequence start, and how many they are."""
+    first_q, length_q = locate(problem[9], batch, problem[2])
+    first_k, length_k = locate(problem[10], batch, problem[3])
+    return first_q, length_q, first_k, length_k
 
 
 @gluon.jit
@@ -116,17 +121,37 @@ def _walk(start_m, length_q, length_k, problem, limit, BLOCK_M: gl.constexpr, BL
 
 
 @gluon.jit
+def _note(record, values):
+    """Five numbers to shared memory, where the groups find them when their queries are there."""
+    for i in gl.static_range(5):
+        record.index(i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _recall(record, q_full, done):
+    mbarrier.wait(q_full, done & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return (
+        gl.max(record.index(0).load(layout), 0), gl.max(record.index(1).load(layout), 0),
+        gl.max(record.index(2).load(layout), 0), gl.max(record.index(3).load(layout), 0),
+        gl.max(record.index(4).load(layout), 0),
+    )  # fmt: skip
+
+
+@gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, shared, problem, num_tiles,
+    q_desc, k_desc, v_desc, shared, record, problem, num_tiles,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    """Finds the program's tiles one after the other, tells the groups about them and copies what they need."""
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     step = 0
     done = 0
     for count in range(_rounds(num_tiles)):
-        batch, head, start_m, first_q, length_q, first_k, length_k = _place(_tile(count), problem, BLOCK_M)
+        batch, head, start_m = _place(_tile(count), problem, BLOCK_M)
+        first_q, length_q, first_k, length_k = _locate_both(batch, problem)
         if start_m < length_q:
             entry = 0 if problem[9] is not None else batch
             last, right, full, left = _walk(
@@ -134,6 +159,8 @@ def _copy(
             )
             for g in gl.static_range(GROUPS):
                 mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
+            _note(record, (batch, head, start_m, last, 1 + right + full + left))
+            for g in gl.static_range(GROUPS):
                 mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
                 load(q_desc, [entry, head, first_q + start_m + g * ROWS, 0], q_full.index(g), q_tiles.index(g))
             for i in range(1 + right + full + left):
@@ -148,6 +175,12 @@ def _copy(
                 load(v_desc, place, v_full.index(stage), v_ring.index(stage))
                 step += 1
             done += 1
+    for g in gl.static_range(GROUPS):
+        mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
+    _note(record, (0, 0, -1, 0, 0))
+    barrier()
+    for g in gl.static_range(GROUPS):
+        mbarrier.arrive(q_full.index(g))
 
 
 @gluon.jit
@@ -337,16 +370,16 @@ def _store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seq
 
 @gluon.jit
 def _attend_carefully(
-    place, problem, q_rows, k_rows, v_rows, limits, begin, end, scales,
+    entry, head, row0, lengths, problem, q_rows, k_rows, v_rows, limits, begin, end, scales,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     """A group's softmax, maxima and sums, in small pieces: a value that isn't finite counts as 0 where it isn't seen and
-    as NaN where it is. `place` is of the group's first query."""
+    as NaN where it is."""
     PART: gl.constexpr = 64  # of the head's width, because of the registers
     left_side: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right_side: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    entry, head, row0, first_q, length_q, first_k, length_k = place
+    first_q, length_q, first_k, length_k = lengths
     head_k = head // problem[1]
     left, right = limits
     row_max = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
@@ -374,13 +407,14 @@ def _attend_carefully(
 
 @gluon.jit
 def _repair(
-    place, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
+    place, lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
     WHICH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """This group's queries of a tile once more, with care, if an lse of NaN marks any of them."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    batch, head, start_m, first_q, length_q, first_k, length_k = place
+    batch, head, start_m = place
+    first_q, length_q, first_k, length_k = lengths
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
     entry = 0 if cu_q_ptr is not None else batch
     row0 = start_m + WHICH * ROWS
@@ -393,7 +427,7 @@ def _repair(
         )
         limits = _limits(rows, length_q, length_k, problem, BOUND_RIGHT)
         acc, row_max, row_sum = _attend_carefully(
-            (entry, head, row0, first_q, length_q, first_k, length_k), problem, q_rows, k_rows, v_rows, limits,
+            entry, head, row0, lengths, problem, q_rows, k_rows, v_rows, limits,
             (last - right - full - left) * BLOCK_N, (last + 1) * BLOCK_N, scales,
             D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, layout,
         )  # fmt: skip
@@ -413,22 +447,20 @@ def _await_writes(x):
 
 @gluon.jit
 def _attend_tile(
-    place, step, turn, done, shared, problem, scales, max_logits_ptr,
+    place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
 ):  # fmt: skip
     """The result of this group's queries of one tile, before the division, and their maxima and sums."""
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
-    batch, head, start_m, first_q, length_q, first_k, length_k = place
+    batch, head, start_m, all_last, number = place
+    _, length_q, _, length_k = lengths
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_D: gl.constexpr = k_ring.shape[4]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
     rows_s: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     row0 = start_m + WHICH * ROWS
-    all_last, all_right, all_full, all_left = _walk(
-        start_m, length_q, length_k, problem, 2**24, GROUPS * ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
-    )
     last, right, full, left = _walk(
         row0, length_q, length_k, problem, all_last, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
     )
@@ -441,7 +473,6 @@ def _attend_tile(
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
 
     q = q_tiles.index(WHICH).reshape([ROWS, BLOCK_D])
-    mbarrier.wait(q_full.index(WHICH), done & 1)
     s = warpgroup_mma_wait(0, deps=[_multiply_keys(q, shared, step, STAGES)])
     arrive(k_empty.index(step % STAGES))
     start_n = last * BLOCK_N
@@ -474,7 +505,7 @@ def _attend_tile(
             turn += 1
     acc = warpgroup_mma_wait(0, deps=[_multiply_values(p, acc, shared, step, STAGES)])
     arrive(v_empty.index(step % STAGES))
-    skipped = all_right + all_full + all_left - (all_last - last) - (right + full + left)
+    skipped = number - (all_last - last) - (1 + right + full + left)
     step, turn = _skip(shared, step + 1, turn, skipped, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
     if FREE_Q:
@@ -488,12 +519,13 @@ def _attend_tile(
 
 @gluon.jit
 def _attend(
-    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
+    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales, sinks_ptr, max_logits_ptr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
-    k_ring, v_ring, out_tile, q_empty = shared[1], shared[2], shared[3].index(WHICH), shared[5]
+    k_ring, v_ring, out_tile = shared[1], shared[2], shared[3].index(WHICH)
+    q_full, q_empty = shared[4].index(WHICH), shared[5].index(WHICH)
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
@@ -502,49 +534,52 @@ def _attend(
     step = 0
     turn = 0
     done = 0
-    for count in range(_rounds(num_tiles)):
-        place = _place(_tile(count), problem, GROUPS * ROWS)
-        batch, head, start_m, first_q, length_q, _, _ = place
-        if start_m < length_q:
-            acc, row_max, row_sum, rows, step, turn = _attend_tile(
-                place, step, turn, done, shared, problem, scales, max_logits_ptr,
-                WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
-            )  # fmt: skip
-            done += 1
-            acc, row_max, row_sum = _count_sink(acc, row_max, row_sum, sinks_ptr, head)
-            # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
-            row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-            lse = (row_max + gl.log2(row_sum)) * LN_2
-            layout: gl.constexpr = acc.type.layout
-            if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:
-                # 0 · NaN is NaN: a value that isn't finite may have reached rows that don't see it.
-                is_spoiled = (gl.convert_layout(_row_sum(acc * 0.0), rows_s) != 0.0) & (rows < length_q)
-                lse = gl.where(is_spoiled, float("nan"), lse)
-                spoiled = spoiled | is_spoiled.to(gl.int32)
-            out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
-            row0 = start_m + WHICH * ROWS
-            entry = 0 if cu_q_ptr is not None else batch
-            first_lse = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
-            gl.store(lse_ptr + first_lse + rows, lse, mask=rows < length_q)
-            if cu_q_ptr is None or row0 + ROWS <= length_q:  # the copy engine stops at the tensor's last row
-                tma.store_wait(0)
-                write(out_tile.reshape([ROWS, BLOCK_DV]), out.to(out_desc.dtype))
-                store(out_desc, [entry, head, first_q + row0, 0], out_tile)
-                if OUT_OVER_Q:
-                    tma.store_wait(0)
-            elif cu_q_ptr is not None:  # and here another sequence begins
-                _store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
+    place = _recall(record, q_full, done)
+    while place[2] >= 0:
+        batch, head, start_m, _, _ = place
+        lengths = _locate_both(batch, problem)
+        first_q, length_q, _, _ = lengths
+        acc, row_max, row_sum, rows, step, turn = _attend_tile(
+            place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+            WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
+        )  # fmt: skip
+        acc, row_max, row_sum = _count_sink(acc, row_max, row_sum, sinks_ptr, head)
+        # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
+        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+        lse = (row_max + gl.log2(row_sum)) * LN_2
+        layout: gl.constexpr = acc.type.layout
+        if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:
+            # 0 · NaN is NaN: a value that isn't finite may have reached rows that don't see it.
+            is_spoiled = (gl.convert_layout(_row_sum(acc * 0.0), rows_s) != 0.0) & (rows < length_q)
+            lse = gl.where(is_spoiled, float("nan"), lse)
+            spoiled = spoiled | is_spoiled.to(gl.int32)
+        out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
+        row0 = start_m + WHICH * ROWS
+        entry = 0 if cu_q_ptr is not None else batch
+        first_lse = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
+        gl.store(lse_ptr + first_lse + rows, lse, mask=rows < length_q)
+        if cu_q_ptr is None or row0 + ROWS <= length_q:  # the copy engine stops at the tensor's last row
+            tma.store_wait(0)
+            write(out_tile.reshape([ROWS, BLOCK_DV]), out.to(out_desc.dtype))
+            store(out_desc, [entry, head, first_q + row0, 0], out_tile)
             if OUT_OVER_Q:
-                arrive(q_empty.index(WHICH))
+                tma.store_wait(0)
+        elif cu_q_ptr is not None:  # and here another sequence begins
+            _store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
+        if OUT_OVER_Q:
+            arrive(q_empty)
+        done += 1
+        place = _recall(record, q_full, done)
     tma.store_wait(0)
     if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)
         if gl.max(_await_writes(spoiled), 0) != 0:
             barrier()
             for count in range(_rounds(num_tiles)):
-                place = _place(_tile(count), problem, GROUPS * ROWS)
-                if place[2] < place[4]:
+                spot = _place(_tile(count), problem, GROUPS * ROWS)
+                lengths = _locate_both(spot[0], problem)
+                if spot[2] < lengths[1]:
                     _repair(
-                        place, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
+                        spot, lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
                         WHICH, D, DV, k_ring.shape[4], BLOCK_DV, BLOCK_N, BOUND_LEFT, BOUND_RIGHT,
                     )  # fmt: skip
 
@@ -570,6 +605,7 @@ def forward_kernel(
         q_tiles, k_ring, v_ring, out_tiles, barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
         barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(GROUPS, 1),
     )  # fmt: skip
+    record = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     problem = (
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
@@ -580,15 +616,15 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
                     sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
                     sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
                 )),
             ],
             [4, 1],
@@ -598,19 +634,19 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
                     sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
                     sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, problem, num_tiles, q_rows, k_rows, v_rows, scales,
+                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
                     sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
                 )),
             ],
             [4, 4, 1],
