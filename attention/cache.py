@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import HAS_TRITON
+from .backends import HAS_TRITON
 
 torch.library.define(
     "attention::decode",

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import ops
+from .backends import Backend, pick_backend
 from .philox import draw_seed
 from .reference import Options
 
-Backend = Literal["auto", "triton", "hopper", "torch"]
-
-BACKENDS = ("auto", "triton", "hopper", "torch")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def flash_attention(
@@ -61,9 +55,12 @@ def flash_attention(
         return_lse: also return log Σ_j exp(logit_j), the sink counted, as float32 (B, Hq, Sq), differentiable.
         return_max_logits: also return each head's largest scale q·k that a query sees over batch and positions, before
             the softcap, as float32 (Hq,), without gradient; -inf where no query sees a key.
-        deterministic: ask for bitwise repeatable gradients. They always are.
-        backend: "triton" runs Triton's kernels, "torch" the same tiles in plain torch, "auto" Triton on a GPU that has
-            it and torch elsewhere.
+        deterministic: ask for gradients that are the same from run to run, to the bit, as also
+            torch.use_deterministic_algorithms does. They always are except from Hopper's kernels, which add up the
+            queries' gradients in no fixed order.
+        backend: "triton" runs the portable Triton kernels, "hopper" the ones for Hopper GPUs (16 bits an element; not
+            alibi_slopes, dropout, masks, nor max_logits under a softcap), "torch" the same tiles in plain torch; "auto"
+            the fastest of them that can run this.
 
     Returns:
         out (B, Sq, Hq, Dv) in q's dtype (under autocast, in the autocast dtype), or a tuple of out and what was asked
@@ -88,7 +85,7 @@ def flash_attention(
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
     options = _options(q, causal, scale, window, softcap, sinks, alibi_slopes, dropout_p, q.shape[0])
-    return _attend(q, k, v, options, return_lse, return_max_logits, backend)
+    return _attend(q, k, v, options, deterministic, return_lse, return_max_logits, backend)
 
 
 def flash_attention_varlen(
@@ -162,7 +159,7 @@ def flash_attention_varlen(
     options = _options(q, causal, scale, window, softcap, sinks, alibi_slopes, dropout_p, num_sequences)._replace(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
     )
-    return _attend(q, k, v, options, return_lse, return_max_logits, backend)
+    return _attend(q, k, v, options, deterministic, return_lse, return_max_logits, backend)
 
 
 def scaled_dot_product_attention(
@@ -220,15 +217,23 @@ def scaled_dot_product_attention(
         window_right=q.shape[1] - k.shape[1] if is_causal else None,  # counted from the bottom-right diagonal
         mask=None if attn_mask is None else _check_mask(attn_mask, q, k),
     )
-    out = _attend(q, k, v, options, False, False, "auto")
+    out = _attend(q, k, v, options, False, False, False, "auto")
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, return_max_logits: bool, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    deterministic: bool,
+    return_lse: bool,
+    return_max_logits: bool,
+    backend: str,
 ) -> Tensor | tuple[Tensor, ...]:
-    backend = _pick_backend(backend, q)
+    options = options._replace(deterministic=deterministic or torch.are_deterministic_algorithms_enabled())
+    backend = pick_backend(backend, q, options, return_max_logits)
     out, lse, max_logits = ops.attend(q, k, v, options, with_max_logits=return_max_logits, backend=backend)
     asked_for = (lse,) * return_lse + (max_logits,) * return_max_logits
     return (out, *asked_for) if asked_for else out
@@ -384,18 +389,3 @@ def _check_tensors(
 def _check_device(name: str, x: Tensor, q: Tensor, name_q: str) -> None:
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device} but {name_q} is on {q.device}: they must be on one device")
-
-
-def _pick_backend(backend: str, q: Tensor) -> str:
-    """The backend that runs: "triton" or "torch"."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "hopper":
-        raise NotImplementedError("backend='hopper' is not written yet: use 'triton', which runs on Hopper too")
-    if backend == "auto":
-        return "triton" if q.device.type == "cuda" and HAS_TRITON else "torch"
-    if backend == "triton" and not HAS_TRITON:
-        raise ValueError("backend='triton' needs the package triton, which is not installed: use 'auto' or 'torch'")
-    if backend == "triton" and q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"backend='triton' needs tensors on a GPU, got {q.device}: use 'auto' or 'torch'")
-    return backend

@@ -1,7 +1,8 @@
 """The operators `attention::forward` and `attention::backward`: what torch.compile, autograd and export see.
 
 Both take q, k and v as (B, S, H, D) in any strides, or packed (total, H, D) with `cu_seqlens`, the fields of
-`attention.reference.Options` one by one, and the name of a backend that can run them. Only inputs, out and lse are kept
+`attention.reference.Options` one by one, and the name of a backend that can run them; "auto" is the faster of "hopper"
+and "triton", one choice for the forward and one for the backward. Only inputs, out and lse are kept
 for the backward. Outputs that nobody asked for (max_logits, the sinks' and the mask's gradients) are empty.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends import runs_on_hopper
 from .packed import backward_packed, forward_packed
 from .reference import Options, tiled_backward, tiled_forward
 
@@ -19,7 +21,7 @@ from .reference import Options, tiled_backward, tiled_forward
 _OPTIONS = (
     "float scale, SymInt? window_left, SymInt? window_right, float? softcap, float dropout_p, Tensor? sinks, "
     "Tensor? slopes, Tensor? mask, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k"
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool deterministic"
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
 _TENSOR_OPTIONS = slice(Options._fields.index("sinks"), Options._fields.index("max_seqlen_q"))
@@ -50,9 +52,11 @@ def attend(
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, with_max_logits, backend = arguments
     options = Options(*fields)
-    if backend == "triton":
-        from .kernels.forward import forward
-
+    if backend != "torch":
+        if runs_on_hopper(backend, q, v, options, with_max_logits):
+            from .kernels.hopper_forward import forward
+        else:
+            from .kernels.forward import forward
         return forward(q, k, v, options, with_max_logits)
     with torch.autocast(q.device.type, enabled=False):
         if options.cu_seqlens_q is None:
@@ -64,7 +68,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, out, lse, *fields, with_mask, backend = arguments
     saved = (q, k, v, out, lse, Options(*fields))
-    if backend == "triton":
+    if backend != "torch":
         from .kernels.backward import backward
 
         return backward(grad_out, grad_lse, *saved, with_mask)

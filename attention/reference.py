@@ -41,6 +41,7 @@ class Options(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0  # of the packed sequences
     max_seqlen_k: int = 0
+    deterministic: bool = False  # whether gradients must be the same from run to run, to the bit
     first_batch: int = 0  # number of the first of these sequences among all, for dropout
 
 
