@@ -31,7 +31,7 @@ import torch
 
 from examples import train
 from examples.gpt.cli import ArgumentParser, UserError, path, pick_device, positive_float, positive_int, run
-from examples.gpt.measure import milliseconds, read_csv, setting, source, write_csv
+from examples.gpt.measure import milliseconds, read_csv, setting, source, writable, write_csv
 from examples.gpt.model import GPT
 from examples.gpt.sweep import FIRST_SEED, Point, Run, best_lr, crossing, edge, mean_curve, next_lr, without_warm_up
 
@@ -271,12 +271,16 @@ def draw(by_name: dict[str, list[Run]], best: dict[str, list[Run]], path: Path) 
             panel.plot(xs, [point.loss for point in curve], color=color, label=label)
             panel.fill_between(xs, low, high, color=color, alpha=0.2)
             panel.set_xlabel({"step": "steps", "seconds": "seconds of training"}[x])
+    rates = sorted({run.lr for some in by_name.values() for run in some})
     sweeps.set(xscale="log", xlabel="learning rate of the hidden matrices", ylabel="final validation loss")
+    sweeps.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=45)
+    sweeps.set_xticks([], minor=True)
     start = max(run.points[len(run.points) // 5].loss for some in best.values() for run in some)
     low = min(point.loss for some in best.values() for run in some for point in run.points)
     if math.isfinite(start):  # the first fifth, where the loss falls steeply, would flatten the rest
         for panel in panels:
             panel.set_ylim(low - 0.05 * (start - low), start)
+            panel.axhline(statistics.fmean(run.final for run in best["adamw"]), color="C1", linestyle=":")
     panels[0].set_ylabel("validation loss, nats a token")
     for panel in (sweeps, *panels):
         panel.grid(alpha=0.3)
@@ -300,12 +304,8 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 def compare(args: Namespace, rest: list[str], csv_path: Path, argv: Sequence[str] | None) -> None:
     """Sweep and, if both best points lie inside, run the seeds; all goes into the CSV."""
-    try:
-        for folder in (args.out, csv_path.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        csv_path.open("a").close()  # if it can't be written to, that shows before the training
-    except OSError as error:
-        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
+    writable(args.out / "command.txt")
+    writable(csv_path)
     swept = {name: sweep(name, args, rest) for name in LABELS}
     runs = [run for some in swept.values() for run in some]
     if edges(swept) is None:

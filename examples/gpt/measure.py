@@ -40,6 +40,15 @@ def setting(module: str, argv: Sequence[str] | None, device: torch.device) -> di
     }
 
 
+def writable(path: Path) -> None:
+    """If a file can't be written, that shows before the measurement."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename}: {error.strerror}") from error
+
+
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], setting: dict[str, Any]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *setting])
