@@ -33,9 +33,22 @@ from examples import train
 from examples.gpt.cli import ArgumentParser, UserError, path, pick_device, positive_float, positive_int, run
 from examples.gpt.measure import milliseconds, read_csv, setting, source, writable, write_csv
 from examples.gpt.model import GPT
-from examples.gpt.sweep import FIRST_SEED, Point, Run, best_lr, crossing, edge, mean_curve, next_lr, without_warm_up
+from examples.gpt.sweep import (
+    FIRST_SEED,
+    LABELS,
+    Point,
+    Run,
+    best_lr,
+    crossing,
+    draw,
+    edge,
+    mean_curve,
+    next_lr,
+    swept,
+    without_warm_up,
+)
 
-LABELS = {"muon": "Muon", "adamw": "AdamW"}
+COLUMNS = ("step", "tokens", "seconds", "val_loss", "ms_per_step")  # of a run's metrics.csv
 OURS = ("--optimizer", "--lr", "--seed", "--out")  # options of examples.train that this command sets itself
 
 
@@ -89,17 +102,15 @@ def trained(optimizer: str, lr: float, seed: int, folder: Path, rest: list[str])
     found = json.loads(record.read_text())
     if found["options"] != options:
         raise UserError(f"{out} is of a comparison with other options; choose another --out or remove it")
-    result = Run(optimizer, lr, seed, read_points(out / "metrics.csv", found["diverged"]))
-    end = result.points[-1]
-    print(
-        f"{LABELS[optimizer]:5s}  lr {lr:<8g} seed {seed}  validation {end.loss:.4f}  {end.seconds:.0f} s", flush=True
-    )
-    return result
+    points = read_points(out / "metrics.csv", found["diverged"])
+    ended = f"validation {points[-1].loss:.4f}, {points[-1].seconds:.0f} s of training"
+    print(f"{LABELS[optimizer]:5s}  learning rate {lr:<8g}  seed {seed}  {ended}", flush=True)
+    return Run(optimizer, lr, seed, points)
 
 
 def train_quietly(options: list[str], out: Path) -> bool:
     """Train; what it prints goes into log.txt, its progress bar stays. Returns whether the run diverged."""
-    out.mkdir(parents=True, exist_ok=True)
+    writable(out / "log.txt")
     with (out / "log.txt").open("w") as log:
         try:
             with contextlib.redirect_stdout(log):
@@ -111,14 +122,15 @@ def train_quietly(options: list[str], out: Path) -> bool:
     for checkpoint in out.glob("*.pt"):  # of a hundred runs they would fill the disk
         checkpoint.unlink()
     preset = train.preset_with_options(train.parse_arguments(options))
-    if read_metrics(out / "metrics.csv")[-1]["step"] < preset.steps:
-        raise KeyboardInterrupt  # in train.py Ctrl-C ends the run early and keeps it
+    rows = read_metrics(out / "metrics.csv")
+    if not rows or rows[-1]["step"] < preset.steps:
+        raise KeyboardInterrupt  # in train.py Ctrl-C ends a run early and keeps what it has
     return False
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     with path.open(newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        return [{key: float(row[key]) for key in COLUMNS if row[key]} for row in csv.DictReader(file)]
 
 
 def read_points(path: Path, diverged: bool) -> list[Point]:
@@ -185,8 +197,7 @@ def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None
 
 
 def sweep_line(runs: Sequence[Run]) -> str:
-    swept = sorted((run for run in runs if run.seed == FIRST_SEED), key=lambda run: run.lr)
-    found = {run.lr: "diverged" if math.isinf(run.final) else f"{run.final:.4f}" for run in swept}
+    found = {run.lr: "diverged" if math.isinf(run.final) else f"{run.final:.4f}" for run in swept(runs)}
     return ", ".join(f"**{lr:g}: {loss}**" if lr == best_lr(runs) else f"{lr:g}: {loss}" for lr, loss in found.items())
 
 
@@ -249,46 +260,6 @@ def verdict(best: dict[str, list[Run]]) -> str:
     )
 
 
-def draw(by_name: dict[str, list[Run]], best: dict[str, list[Run]], path: Path) -> None:
-    """The sweeps, and the losses at the best points against steps and seconds: mean, and from lowest to highest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (sweeps, *panels) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for (name, runs), color in zip(by_name.items(), ("C0", "C1"), strict=True):
-        swept = sorted((run for run in runs if run.seed == FIRST_SEED), key=lambda run: run.lr)
-        finite = [run for run in swept if math.isfinite(run.final)]
-        sweeps.plot([run.lr for run in finite], [run.final for run in finite], "o-", color=color, label=LABELS[name])
-        sweeps.plot([run.lr for run in best[name]], [run.final for run in best[name]], "o", color=color, alpha=0.4)
-        curve = mean_curve(best[name])
-        moments = list(zip(*(run.points for run in best[name]), strict=False))
-        low, high = ([pick(point.loss for point in moment) for moment in moments] for pick in (min, max))
-        for panel, x in zip(panels, ("step", "seconds"), strict=True):
-            xs = [getattr(point, x) for point in curve]
-            label = f"{LABELS[name]}, {best[name][0].lr:g}"
-            panel.plot(xs, [point.loss for point in curve], color=color, label=label)
-            panel.fill_between(xs, low, high, color=color, alpha=0.2)
-            panel.set_xlabel({"step": "steps", "seconds": "seconds of training"}[x])
-    rates = sorted({run.lr for some in by_name.values() for run in some})
-    sweeps.set(xscale="log", xlabel="learning rate of the hidden matrices", ylabel="final validation loss")
-    sweeps.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=45)
-    sweeps.set_xticks([], minor=True)
-    start = max(run.points[len(run.points) // 5].loss for some in best.values() for run in some)
-    low = min(point.loss for some in best.values() for run in some for point in run.points)
-    if math.isfinite(start):  # the first fifth, where the loss falls steeply, would flatten the rest
-        for panel in panels:
-            panel.set_ylim(low - 0.05 * (start - low), start)
-            panel.axhline(statistics.fmean(run.final for run in best["adamw"]), color="C1", linestyle=":")
-    panels[0].set_ylabel("validation loss, nats a token")
-    for panel in (sweeps, *panels):
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> str:
     """The whole comparison; returns its result in markdown. A UserError if there is no verdict."""
     args, rest = parse_arguments(argv)
@@ -304,12 +275,11 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 def compare(args: Namespace, rest: list[str], csv_path: Path, argv: Sequence[str] | None) -> None:
     """Sweep and, if both best points lie inside, run the seeds; all goes into the CSV."""
-    writable(args.out / "command.txt")
     writable(csv_path)
-    swept = {name: sweep(name, args, rest) for name in LABELS}
-    runs = [run for some in swept.values() for run in some]
-    if edges(swept) is None:
-        for name, some in swept.items():
+    sweeps = {name: sweep(name, args, rest) for name in LABELS}
+    runs = [run for some in sweeps.values() for run in some]
+    if edges(sweeps) is None:
+        for name, some in sweeps.items():
             seeds = range(FIRST_SEED + 1, FIRST_SEED + args.seeds)
             runs += [trained(name, best_lr(some), seed, args.out, rest) for seed in seeds]
     device = pick_device(train.parse_arguments(rest).device)

@@ -113,7 +113,8 @@ def draw(rows: Sequence[Any], ceilings: Ceilings, title: str, path: Path) -> Non
     roof.plot(xs, [min(ceilings.flops, ceilings.bandwidth * x) for x in xs], "k-", linewidth=1)
     for color, kind in enumerate(kinds):
         for panel, known in ((roof, True), (rates, False)):
-            dots = [row for row in rows if row.kind == kind and row.bytes and (row.flops is not None) == known]
+            shown = [row for row in rows if row.kind == kind and row.bytes and row.ms > total / 1e3]
+            dots = [row for row in shown if (row.flops is not None) == known]
             seconds = [row.ms / 1e3 for row in dots]
             x = [row.flops / row.bytes if known else row.ms for row in dots]
             y = [(row.flops if known else row.bytes) / time for row, time in zip(dots, seconds, strict=True)]

@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+LABELS = {"muon": "Muon", "adamw": "AdamW"}
 FIRST_SEED = 0  # the sweep's own
 
 
@@ -45,15 +47,20 @@ def without_warm_up(rows: Sequence[dict[str, float]]) -> list[float]:
     return [row["seconds"] - excess for row in rows]
 
 
+def swept(runs: Sequence[Run]) -> list[Run]:
+    """The sweep: one run for each learning rate, in their order."""
+    return sorted((run for run in runs if run.seed == FIRST_SEED), key=lambda run: run.lr)
+
+
 def best_lr(runs: Sequence[Run]) -> float:
     """The learning rate with the lowest final loss in the sweep."""
-    return min((run for run in runs if run.seed == FIRST_SEED), key=lambda run: run.final).lr
+    return min(swept(runs), key=lambda run: run.final).lr
 
 
 def edge(runs: Sequence[Run]) -> str | None:
     """`"larger"` or `"smaller"` if the sweep has to go on that way, None if its best point lies inside."""
-    lrs = sorted({run.lr for run in runs})
-    if all(math.isinf(run.final) for run in runs):
+    lrs = [run.lr for run in swept(runs)]
+    if all(math.isinf(run.final) for run in swept(runs)):
         return "smaller"
     best = best_lr(runs)
     return "larger" if best == lrs[-1] else "smaller" if best == lrs[0] else None
@@ -61,7 +68,7 @@ def edge(runs: Sequence[Run]) -> str | None:
 
 def next_lr(runs: Sequence[Run], direction: str) -> float:
     """The next point of the geometric grid."""
-    lrs = sorted({run.lr for run in runs})
+    lrs = [run.lr for run in swept(runs)]
     if direction == "larger":
         return rounded(lrs[-1] * (lrs[-1] / lrs[-2] if len(lrs) > 1 else 2))
     return rounded(lrs[0] / (lrs[1] / lrs[0] if len(lrs) > 1 else 2))
@@ -103,3 +110,42 @@ def crossing(points: Sequence[Point], loss: float) -> tuple[float, float]:
             before.seconds + part * (point.seconds - before.seconds),
         )
     return math.inf, math.inf
+
+
+def draw(by_name: dict[str, list[Run]], best: dict[str, list[Run]], path: Path) -> None:
+    """The sweeps, and the losses at the best points against steps and seconds: mean, and from lowest to highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (sweeps, *panels) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for (name, runs), color in zip(by_name.items(), ("C0", "C1"), strict=True):
+        finite = [run for run in swept(runs) if math.isfinite(run.final)]
+        sweeps.plot([run.lr for run in finite], [run.final for run in finite], "o-", color=color, label=LABELS[name])
+        sweeps.plot([run.lr for run in best[name]], [run.final for run in best[name]], "o", color=color, alpha=0.4)
+        curve = mean_curve(best[name])
+        moments = list(zip(*(run.points for run in best[name]), strict=False))
+        low, high = ([pick(point.loss for point in moment) for moment in moments] for pick in (min, max))
+        for panel, x in zip(panels, ("step", "seconds"), strict=True):
+            xs = [getattr(point, x) for point in curve]
+            label = f"{LABELS[name]}, {best[name][0].lr:g}"
+            panel.plot(xs, [point.loss for point in curve], color=color, label=label)
+            panel.fill_between(xs, low, high, color=color, alpha=0.2)
+            panel.set_xlabel({"step": "steps", "seconds": "seconds of training"}[x])
+    rates = sorted({run.lr for some in by_name.values() for run in some})
+    sweeps.set(xscale="log", xlabel="learning rate of the hidden matrices", ylabel="final validation loss")
+    sweeps.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=45)
+    sweeps.set_xticks([], minor=True)
+    start = max(run.points[len(run.points) // 5].loss for some in best.values() for run in some)
+    low = min(point.loss for some in best.values() for run in some for point in run.points)
+    if math.isfinite(start):  # the first fifth, where the loss falls steeply, would flatten the rest
+        for panel in panels:
+            panel.set_ylim(low - 0.05 * (start - low), start)
+            panel.axhline(statistics.fmean(run.final for run in best["adamw"]), color="C1", linestyle=":")
+    panels[0].set_ylabel("validation loss, nats a token")
+    for panel in (sweeps, *panels):
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
