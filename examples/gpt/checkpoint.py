@@ -143,10 +143,10 @@ def load(run: Path, device: torch.device) -> tuple[nn.Module, Any, str]:
         raise UserError(f"there is no best.pt or last.pt in {run}; train first: python -m examples.train --out {run}")
     saved = read(path)
     try:
-        model = MODELS[saved["architecture"]](**saved["shape"])
+        about = saved["about"]
+        model = MODELS[about["architecture"]](**about["shape"])
         model.load_state_dict(saved["model"])
-        tokenizer = tokens.from_state(saved["tokenizer"])
-        prompt = str(saved["prompt"])
+        tokenizer, prompt = tokens.from_state(about["tokenizer"]), about["prompt"]
     except (KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{path} is damaged, or not a checkpoint of examples.train") from error
     return model.to(device).eval(), tokenizer, prompt

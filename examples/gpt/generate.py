@@ -35,7 +35,6 @@ def generate(
         yield new
 
 
-
 def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None
 ) -> Tensor:

@@ -92,9 +92,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, attention, qk_clip) for _ in range(layers))
         nn.init.normal_(self.embedding.weight, std=0.02)  # small: it is the head too, and the loss starts near log V
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, caches: Sequence[KVCache] | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, caches: Sequence[KVCache] | None = None) -> Tensor:
         x = norm(self.embedding(tokens))  # (B, S, width)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = block(x, cache)

@@ -59,9 +59,7 @@ class NanoGPT(nn.Module):
                 is_projection = name.endswith(("attention.out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_projection else 0.02)
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, caches: Sequence[KVCache] | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, caches: Sequence[KVCache] | None = None) -> Tensor:
         start = caches[0].longest if caches else 0
         positions = torch.arange(start, start + tokens.size(1), device=tokens.device)
         x = self.dropout(self.embedding(tokens) + self.position_embedding(positions))  # (B, S, width)

@@ -14,11 +14,12 @@ from examples.gpt.cli import ArgumentParser, UserError, number, path, positive_f
 from examples.gpt.logging import TRACKERS
 from examples.gpt.presets import PRESETS, Preset
 from examples.gpt.ranks import number_of_processes
+from examples.gpt.tokens import NAMES
 
 TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 OVERRIDES = (
     "batch", "batch_tokens", "checkpoint_every", "clip", "compile", "context", "dtype", "embedding_lr", "heads",
-    "layers", "qk_clip", "schedule", "steps", "width",
+    "layers", "qk_clip", "schedule", "steps", "tokenizer", "width",
 )  # fmt: skip
 FREE = {"out", "resume", "log"}  # may differ when a run is resumed
 
@@ -32,6 +33,7 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument
     add("--preset", metavar="NAME", default="cpu", choices=PRESETS, help=", ".join(PRESETS))
     add("--data", metavar="PATH", type=path, help="text, folder, token shards; default: Python's library")
+    add("--tokenizer", metavar="NAME", choices=NAMES, help="bytes, chars, gpt2; default: the preset's, the data's")
     add("--out", metavar="FOLDER", type=path, help="for the run's files; default: runs/<preset>")
     add("--resume", action="store_true", help="go on with the run in --out, with its options")
     add("--optimizer", metavar="NAME", default="muon", choices=("muon", "adamw"), help="muon (default), adamw")
@@ -65,23 +67,27 @@ def parse(argv: Sequence[str] | None) -> tuple[Namespace, Preset, dict[str, Any]
     if not args.resume:
         return args, preset_with_options(args), None
     saved = checkpoint.read_last(args.out)
-    parser.set_defaults(**saved["options"])
-    args = parser.parse_args(argv, Namespace(out=args.out))
-    refuse_other_options(args, saved)
-    return args, Preset(**saved["preset"]), saved
+    about = saved["about"]
+    parser.set_defaults(**about["options"])
+    out, args = args.out, parser.parse_args(argv)
+    args.out = out
+    refuse_other_options(args, about)
+    return args, Preset(**about["preset"]), saved
 
 
-def refuse_other_options(args: Namespace, saved: dict[str, Any]) -> None:
+def refuse_other_options(args: Namespace, about: dict[str, Any]) -> None:
     """What isn't given is as it was, so what differs was given."""
     for name, value in as_saved(args).items():
-        before = saved["options"][name]
+        before = about["options"][name]
         if name not in FREE and value != before:
             option = "--" + name.replace("_", "-")
             was = f"with {option} {before}" if before is not None else f"without {option}"
             raise UserError(f"{option} {value}: the run in {args.out} was started {was}; resume it without {option}")
-    processes = number_of_processes()
-    if processes != len(saved["processes"]):
-        raise UserError(f"the run in {args.out} was started on {len(saved['processes'])} processes, not {processes}")
+    before, processes = about["processes"], number_of_processes()
+    if processes != before:
+        raise UserError(
+            f"the run in {args.out} was started on {before} processes, not {processes}: resume it on as many"
+        )
 
 
 def as_saved(args: Namespace) -> dict[str, Any]:
