@@ -9,9 +9,10 @@ matrix. Each gets a sweep of learning rates; if a best one is at an edge of its 
 ones are run with several seeds, of which the sweep's is the first. Runs that are finished are not repeated, so the
 same command continues a comparison that was stopped.
 
-Seconds are of training alone, without validation; the steps before the first row of a run's metrics are charged at the
-median rate of its other steps, because they compile. Losses are compared at the end of the run, where the learning
-rate has come down; a loss is reached where the mean curve over the seeds crosses it, on the line between validations.
+Losses are compared at the end of the run, where the learning rate has come down. A loss is reached where the mean
+curve over the seeds crosses it, on the line between two validations; in brackets, where the single seeds do. Seconds
+are of training alone, without validation; the steps before the first row of a run's metrics are charged at the median
+rate of its other steps, because they compile. The optimizer's milliseconds are the median over a run's rows.
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from examples import train
+from examples.gpt import options
 from examples.gpt.cli import ArgumentParser, UserError, path, pick_device, positive_float, positive_int, run
-from examples.gpt.measure import milliseconds, read_csv, setting, source, writable, write_csv
-from examples.gpt.model import GPT
+from examples.gpt.measure import read_csv, setting, source, writable, write_csv
 from examples.gpt.sweep import (
     FIRST_SEED,
     LABELS,
@@ -48,8 +47,8 @@ from examples.gpt.sweep import (
     without_warm_up,
 )
 
-COLUMNS = ("step", "tokens", "seconds", "val_loss", "ms_per_step")  # of a run's metrics.csv
-OURS = ("--optimizer", "--lr", "--seed", "--out")  # options of examples.train that this command sets itself
+COLUMNS = ("step", "tokens", "seconds", "val_loss", "ms_per_step", "optimizer_ms")  # of a run's metrics.csv
+OURS = ("--optimizer", "--lr", "--seed", "--out", "--resume")  # options of examples.train that this command sets itself
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
@@ -74,7 +73,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     for option in rest:
         if option.split("=")[0] in OURS:
             parser.error(f"{option} is what is compared; give --muon-lrs, --adamw-lrs or --seeds")
-    preset = train.preset_with_options(train.parse_arguments(rest))
+    _, preset, _ = options.parse(rest)
+    if "--checkpoint-every" not in rest:
+        rest += ["--checkpoint-every", str(preset.steps)]  # a stopped run starts anew
     args.lrs = {
         "muon": args.muon_lrs or [preset.muon_lr * factor for factor in (0.5, 1, 2)],
         "adamw": args.adamw_lrs or [preset.adamw_lr * factor for factor in (0.5, 1, 2)],
@@ -94,34 +95,36 @@ def sweep(optimizer: str, args: Namespace, rest: list[str]) -> list[Run]:
 def trained(optimizer: str, lr: float, seed: int, folder: Path, rest: list[str]) -> Run:
     """The run with these three and otherwise the same options, from its folder if it was finished before."""
     out = folder / f"{optimizer}-{lr:g}-seed{seed}"
-    options = [*rest, "--optimizer", optimizer, "--lr", str(lr), "--seed", str(seed)]
+    command = [*rest, "--optimizer", optimizer, "--lr", str(lr), "--seed", str(seed)]
     record = out / "finished.json"
     if not record.exists():
-        diverged = train_quietly(options, out)
-        record.write_text(json.dumps({"options": options, "diverged": diverged}, indent=2) + "\n")
+        diverged = train_quietly(command, out)
+        record.write_text(json.dumps({"options": command, "diverged": diverged}, indent=2) + "\n")
     found = json.loads(record.read_text())
-    if found["options"] != options:
+    if found["options"] != command:
         raise UserError(f"{out} is of a comparison with other options; choose another --out or remove it")
-    points = read_points(out / "metrics.csv", found["diverged"])
+    rows = read_metrics(out / "metrics.csv")
+    points = to_points(rows, found["diverged"])
     ended = f"validation {points[-1].loss:.4f}, {points[-1].seconds:.0f} s of training"
     print(f"{LABELS[optimizer]:5s}  learning rate {lr:<8g}  seed {seed}  {ended}", flush=True)
-    return Run(optimizer, lr, seed, points)
+    later = [row["optimizer_ms"] for row in rows[1:] if "optimizer_ms" in row]
+    return Run(optimizer, lr, seed, points, statistics.median(later) if later else math.inf)
 
 
-def train_quietly(options: list[str], out: Path) -> bool:
+def train_quietly(command: list[str], out: Path) -> bool:
     """Train; what it prints goes into log.txt, its progress bar stays. Returns whether the run diverged."""
     writable(out / "log.txt")
     with (out / "log.txt").open("w") as log:
         try:
             with contextlib.redirect_stdout(log):
-                train.main([*options, "--out", str(out)])
+                train.main([*command, "--out", str(out)])
         except UserError as error:
             if "diverged" not in str(error):
                 raise
             return True
     for checkpoint in out.glob("*.pt"):  # of a hundred runs they would fill the disk
         checkpoint.unlink()
-    preset = train.preset_with_options(train.parse_arguments(options))
+    _, preset, _ = options.parse(command)
     rows = read_metrics(out / "metrics.csv")
     if not rows or rows[-1]["step"] < preset.steps:
         raise KeyboardInterrupt  # in train.py Ctrl-C ends a run early and keeps what it has
@@ -133,8 +136,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return [{key: float(row[key]) for key in COLUMNS if row[key]} for row in csv.DictReader(file)]
 
 
-def read_points(path: Path, diverged: bool) -> list[Point]:
-    rows = read_metrics(path)
+def to_points(rows: Sequence[dict[str, float]], diverged: bool) -> list[Point]:
     points = [
         Point(row["step"], seconds, row["tokens"], row["val_loss"])
         for row, seconds in zip(rows, without_warm_up(rows), strict=True)
@@ -143,56 +145,37 @@ def read_points(path: Path, diverged: bool) -> list[Point]:
     return [*points, Point(math.inf, math.inf, math.inf, math.inf)] if diverged else points
 
 
-def optimizer_milliseconds(rest: list[str], rounds: int = 10, steps: int = 5) -> dict[str, float]:
-    """Median time of optimizer.step() alone on random gradients; the two take turns."""
-    args = train.parse_arguments(rest)
-    preset, device = train.preset_with_options(args), pick_device(args.device)
-    optimizers = {}
-    for name in LABELS:
-        model = GPT(**train.model_shape(preset, args.attention)).to(device)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizers[name] = train.make_optimizer(model, preset, name)
-    times: dict[str, list[float]] = {name: [] for name in LABELS}
-    for _ in range(rounds + 1):
-        for name, optimizer in optimizers.items():
-            work = milliseconds(device, lambda step=optimizer.step: [step() for _ in range(steps)])
-            times[name].append(work / steps)
-    return {name: statistics.median(some[1:]) for name, some in times.items()}  # the first round warms up
-
-
-def to_rows(runs: Iterable[Run], optimizer_ms: dict[str, float]) -> list[dict[str, Any]]:
+def to_rows(runs: Iterable[Run]) -> list[dict[str, Any]]:
     return [
         {"optimizer": run.optimizer, "learning_rate": run.lr, "seed": run.seed, "step": point.step}
         | {"tokens": point.tokens, "seconds": round(point.seconds, 4), "val_loss": point.loss}
-        | {"optimizer_ms": optimizer_ms[run.optimizer]}
+        | {"optimizer_ms": run.optimizer_ms}
         for run in runs
         for point in run.points
     ]
 
 
 def from_rows(rows: Sequence[dict[str, str]]) -> list[Run]:
-    def name(row: dict[str, str]) -> tuple[str, float, int]:
-        return row["optimizer"], float(row["learning_rate"]), int(row["seed"])
+    def name(row: dict[str, str]) -> tuple[str, float, int, float]:
+        return row["optimizer"], float(row["learning_rate"]), int(row["seed"]), float(row["optimizer_ms"])
 
     def point(row: dict[str, str]) -> Point:
         return Point(*(float(row[column]) for column in ("step", "seconds", "tokens", "val_loss")))
 
-    return [Run(*named, [point(row) for row in some]) for named, some in groupby(rows, name)]
+    return [Run(*named[:3], [point(row) for row in some], named[3]) for named, some in groupby(rows, name)]
 
 
 def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None]:
     """Draws the figure beside the CSV; returns the result in markdown, and why there is no verdict, if so."""
     rows = read_csv(csv_path, "val_loss")
     runs = from_rows(rows)
-    optimizer_ms = {row["optimizer"]: float(row["optimizer_ms"]) for row in rows}
     by_name = {name: [run for run in runs if run.optimizer == name] for name in LABELS}
     best = {name: [run for run in some if run.lr == best_lr(some)] for name, some in by_name.items()}
     draw(by_name, best, csv_path.with_suffix(".png"))
     lines = [f"- {LABELS[name]}, final loss by learning rate: {sweep_line(some)}" for name, some in by_name.items()]
     undecided = edges(by_name)
     if undecided is None:
-        lines += ["", *table(best, optimizer_ms, target), "", verdict(best)]
+        lines += ["", *table(best, target), "", verdict(best)]
     return "\n".join([*lines, "", source(csv_path, rows[0])]), undecided
 
 
@@ -212,7 +195,7 @@ def edges(by_name: dict[str, list[Run]]) -> str | None:
     return None
 
 
-def table(best: dict[str, list[Run]], optimizer_ms: dict[str, float], target: float | None) -> list[str]:
+def table(best: dict[str, list[Run]], target: float | None) -> list[str]:
     """One row an optimizer, at its best learning rate: mean (lowest-highest) over the seeds."""
     losses = [statistics.fmean(run.final for run in best["adamw"]), *([] if target is None else [target])]
     heading = ["optimizer", "learning rate", "seeds", "final loss", "lowest"]
@@ -229,7 +212,8 @@ def table(best: dict[str, list[Run]], optimizer_ms: dict[str, float], target: fl
             cells.append(spread(mean[1], [seconds for _, seconds in seeds], ",.1f", "never"))
         ends = [run.points[-1] for run in runs if math.isfinite(run.final)]
         speed = sum(end.tokens for end in ends) / sum(end.seconds for end in ends)
-        lines.append("| " + " | ".join([*cells, f"{optimizer_ms[name]:.2f}", f"{speed:,.0f}"]) + " |")
+        optimizer_ms = statistics.median(run.optimizer_ms for run in runs)
+        lines.append("| " + " | ".join([*cells, f"{optimizer_ms:.2f}", f"{speed:,.0f}"]) + " |")
     return lines
 
 
@@ -282,8 +266,8 @@ def compare(args: Namespace, rest: list[str], csv_path: Path, argv: Sequence[str
         for name, some in sweeps.items():
             seeds = range(FIRST_SEED + 1, FIRST_SEED + args.seeds)
             runs += [trained(name, best_lr(some), seed, args.out, rest) for seed in seeds]
-    device = pick_device(train.parse_arguments(rest).device)
-    write_csv(csv_path, to_rows(runs, optimizer_milliseconds(rest)), setting("examples.compare", argv, device))
+    device = pick_device(options.parse(rest)[0].device)
+    write_csv(csv_path, to_rows(runs), setting("examples.compare", argv, device))
 
 
 if __name__ == "__main__":

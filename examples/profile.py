@@ -5,17 +5,19 @@
     python -m examples.profile --preset gpt2-124m --no-compile   # by operators instead of fused kernels
     python -m examples.profile --report docs/results/profile-gpt2-124m.csv
 
-Both ideas of this repository began with such a table: attention was bound by memory where nobody had looked, and
-Newton-Schulz by launches. Look at the column "above": the time that an operator takes beyond what its operations and
-bytes need on this device. Where it is large and "bound by" says neither, there is something to find.
+Both ideas of this repository began with such a table: attention was bound by memory where nobody had looked. See the
+column "above": the milliseconds that an operator takes beyond what its operations and bytes need on this device. Where
+it is large and "bound by" says neither, there is something to find.
 
-The operators' times are torch.profiler's; the step's is measured without it, on the same random tokens, and what is
-left of it is idle. Ceilings are measured on the spot. What a row needs at least is counted from the shapes of its
-arguments; where they don't tell (kernels in CUDA graphs, the operations of fused element-wise kernels) it says n/a.
+The operators' times are torch.profiler's; the step's is measured without it, and what is left of that is idle.
+Ceilings are measured on the spot. What a row needs at least is counted from the shapes of its arguments; where they
+don't tell (kernels in CUDA graphs, the operations of fused element-wise kernels) it says n/a.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 import tempfile
@@ -28,10 +30,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from examples import train
-from examples.gpt import roofline, trace
+from examples.gpt import data, options, roofline, trace
 from examples.gpt.cli import ArgumentParser, path, pick_device, positive_int, run
 from examples.gpt.measure import milliseconds, read_csv, setting, source, writable, write_csv
-from examples.gpt.model import GPT
+from examples.gpt.presets import MODELS, Preset
+from examples.gpt.ranks import ALONE
 from examples.gpt.roofline import Ceilings
 
 WARM_UP = 8  # steps; by then everything is compiled and Muon's graph recorded
@@ -77,20 +80,24 @@ class Row:
         return f"{self.operator} {self.shapes}".strip()
 
 
-def step_to_profile(args: Namespace, device: torch.device) -> Callable[[], object]:
-    """A training step on random tokens, compiled and warmed up."""
-    preset = train.preset_with_options(args)
+def step_to_profile(args: Namespace, preset: Preset, device: torch.device) -> Callable[[], object]:
+    """A training step as examples.train takes it, compiled and warmed up."""
+    corpus = data.load(args.data, preset.context, preset.tokenizer)
+    preset = dataclasses.replace(preset, vocab_size=max(preset.vocab_size, corpus.tokenizer.vocab_size))
     torch.manual_seed(args.seed)
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # as in training
-    model = GPT(**train.model_shape(preset, args.attention)).to(device)
-    optimizer = train.make_optimizer(model, preset, args.optimizer)
-    scheduler = train.make_scheduler(optimizer, preset)
+        torch.set_float32_matmul_precision("high")
+    model = MODELS[preset.architecture](**train.model_shape(preset, args.attention)).to(device)
+    state = train.make_state(model, preset, args.optimizer, device, ALONE)
     compiled = torch.compile(model) if preset.compile else model
-    inputs, targets = torch.randint(preset.vocab_size, (2, preset.batch, preset.context), device=device)
+    numbers = itertools.count()
 
     def step() -> object:
-        return train.train_step(compiled, optimizer, scheduler, (inputs, targets), preset.dtype)
+        batch = data.training_batch(corpus.train, preset.sequences, preset.context, seed=args.seed, step=next(numbers))
+        return train.train_step(
+            compiled, state.optimizer, state.scheduler, data.to_device(batch, device), preset.dtype,
+            micro_batch=preset.batch, clip=preset.clip, scaler=state.scaler,
+        )  # fmt: skip
 
     for _ in range(WARM_UP):
         step()
@@ -219,10 +226,10 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 def measure(args: Namespace, rest: list[str], argv: Sequence[str] | None) -> None:
     """Everything that the report needs goes into the CSV."""
-    training = train.parse_arguments(rest)
-    preset, device = train.preset_with_options(training), pick_device(training.device)
+    training, preset, _ = options.parse(rest)
+    device = pick_device(training.device)
     writable(args.csv)
-    step = step_to_profile(training, device)
+    step = step_to_profile(training, preset, device)
     step_ms = milliseconds(device, lambda: [step() for _ in range(args.profiled)]) / args.profiled
     rows = rows_of(traced(step, args.profiled, device), args.profiled)
     ceilings = roofline.measure(device, getattr(torch, preset.dtype))

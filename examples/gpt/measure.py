@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from examples import train
 from examples.gpt.cli import UserError
+from examples.gpt.record import commit, device_name, version
 
 
 def milliseconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -32,10 +32,12 @@ def synchronize(device: torch.device) -> None:
 
 def setting(module: str, argv: Sequence[str] | None, device: torch.device) -> dict[str, Any]:
     """The device, the versions and the command: the last columns of every CSV."""
+    name = device_name(device)
     return {
-        "device": train.device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": name if device.type == "cuda" else f"{device.type}, {name}",
         "torch": torch.__version__,
-        "triton": train.triton_version(),
+        "triton": version("triton"),
+        "commit": commit(),
         "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)]),
     }
 

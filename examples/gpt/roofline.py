@@ -23,8 +23,8 @@ MATMUL = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  
 ATTENTION = re.compile(r"attention::(forward|backward)$|aten::_(scaled_dot_product|flash|efficient|cudnn)\w*attention")
 # Their result is as large as their largest argument.
 ELEMENTWISE = re.compile(
-    r"aten::(add|sub|mul|div|neg|pow|relu|square|rsqrt|sqrt|clone|where|threshold_backward|gelu|silu|_log_softmax"
-    r"|_log_softmax_backward_data|_fused_rms_norm|_fused_rms_norm_backward)$"
+    r"aten::(add|sub|mul|div|neg|pow|relu|square|rsqrt|sqrt|clamp_min|clone|where|threshold_backward|gelu|silu"
+    r"|_log_softmax|_fused_rms_norm|native_layer_norm|native_dropout)(_backward|_backward_data)?$"
 )
 
 WRITTEN_ONLY = {"aten::copy_", "aten::fill_", "aten::zero_"}

@@ -28,6 +28,7 @@ class Run:
     lr: float
     seed: int
     points: list[Point]  # the last is the end of the run; its loss is infinite if the run diverged
+    optimizer_ms: float  # median time of its step
 
     @property
     def final(self) -> float:
