@@ -169,6 +169,7 @@ def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None
     """Draws the figure beside the CSV; returns the result in markdown, and why there is no verdict, if so."""
     rows = read_csv(csv_path, "val_loss")
     runs = from_rows(rows)
+    target = target or float(rows[0]["target"] or 0) or None
     by_name = {name: [run for run in runs if run.optimizer == name] for name in LABELS}
     best = {name: [run for run in some if run.lr == best_lr(some)] for name, some in by_name.items()}
     draw(by_name, best, csv_path.with_suffix(".png"))
@@ -176,6 +177,7 @@ def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None
     undecided = edges(by_name)
     if undecided is None:
         lines += ["", *table(best, target), "", verdict(best)]
+        lines[-1] += "" if target is None else reached(best, target)
     return "\n".join([*lines, "", source(csv_path, rows[0])]), undecided
 
 
@@ -225,6 +227,14 @@ def spread(mean: float, values: Sequence[float], style: str, infinite: str) -> s
     return middle if len(values) == 1 else f"{middle} ({low}-{high})"
 
 
+def reached(best: dict[str, list[Run]], loss: float) -> str:
+    muon, adamw = (crossing(mean_curve(best[name]), loss) for name in ("muon", "adamw"))
+    if math.isinf(muon[0]) or math.isinf(adamw[0]):
+        return f" Not both reach {loss:g}."
+    steps, seconds = muon[0] / adamw[0], muon[1] / adamw[1]
+    return f" To {loss:g} Muon needs {steps:.2f} of AdamW's steps and {seconds:.2f} of its seconds."
+
+
 def verdict(best: dict[str, list[Run]]) -> str:
     finals = {name: [run.final for run in runs] for name, runs in best.items()}
     mean = {name: statistics.fmean(losses) for name, losses in finals.items()}
@@ -267,7 +277,7 @@ def compare(args: Namespace, rest: list[str], csv_path: Path, argv: Sequence[str
             seeds = range(FIRST_SEED + 1, FIRST_SEED + args.seeds)
             runs += [trained(name, best_lr(some), seed, args.out, rest) for seed in seeds]
     device = pick_device(options.parse(rest)[0].device)
-    write_csv(csv_path, to_rows(runs), setting("examples.compare", argv, device))
+    write_csv(csv_path, to_rows(runs), {"target": args.target} | setting("examples.compare", argv, device))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.draw import results
 from examples import compare, train
 from examples.gpt import cli, logging
 from examples.gpt.cli import UserError
@@ -88,7 +89,7 @@ def test_the_table_and_the_verdict(trainer: FakeTrainer, tmp_path: Path) -> None
     assert f"| AdamW | 0.004 | 3 | {losses} | 100 (98-never) | 16.0 (15.6-never) | 76 (74-79) | 12.2 " in text
     assert re.search(r"\| 3.00 \| 200 \|\n.*\| 1.00 \| 400 \|", text)
     assert "Muon ends at 1.1000, AdamW at 2.1000. Muon reaches AdamW's final loss with 0.75 of its steps" in text
-    assert "and 1.50 of its seconds" in text
+    assert "and 1.50 of its seconds. To 3.05 Muon needs 0.67 of AdamW's steps and 1.34 of its seconds." in text
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.rglob("*.pt"))
 
@@ -107,12 +108,12 @@ def test_both_optimizers_get_the_same(trainer: FakeTrainer, tmp_path: Path) -> N
 
 
 def test_a_report_is_what_the_comparison_said(trainer: FakeTrainer, tmp_path: Path) -> None:
-    text = compare.main(options(tmp_path / "runs", "--csv", str(tmp_path / "docs" / "result.csv")))
+    text = compare.main(options(tmp_path / "runs", "--csv", str(tmp_path / "docs" / "result.csv"), "--target", "1.5"))
     trained = len(trainer.commands)
     (tmp_path / "docs" / "result.png").unlink()
     assert compare.main(["--report", str(tmp_path / "docs" / "result.csv")]) == text
     assert len(trainer.commands) == trained
-    assert (tmp_path / "docs" / "result.png").exists()
+    assert "Not both reach 1.5." in text and (tmp_path / "docs" / "result.png").exists()
     with (tmp_path / "docs" / "result.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 10 * STEPS // EVERY
@@ -286,3 +287,14 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         compare.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert 5 < len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
+def test_the_page_of_results_is_filled_from_the_csv_files(trainer: FakeTrainer, tmp_path: Path) -> None:
+    text = compare.main(options(tmp_path / "runs", "--csv", str(tmp_path / "results" / "a-b.csv")))
+    page = tmp_path / "results.md"
+    later = "<!-- c -->\n\nstays\n\n<!-- end -->\n"
+    page.write_text(f"# R\n\n<!-- a-b -->\nold\n<!-- end -->\n\n{later}")
+    filled = f"# R\n\n<!-- a-b -->\n\n{text}\n\n![a-b](results/a-b.png)\n\n<!-- end -->\n\n{later}"
+    for _ in range(2):
+        results.fill(page, tmp_path / "results")
+        assert page.read_text() == filled
