@@ -107,8 +107,8 @@ def trained(optimizer: str, lr: float, seed: int, folder: Path, rest: list[str])
     points = to_points(rows, found["diverged"])
     ended = f"validation {points[-1].loss:.4f}, {points[-1].seconds:.0f} s of training"
     print(f"{LABELS[optimizer]:5s}  learning rate {lr:<8g}  seed {seed}  {ended}", flush=True)
-    later = [row["optimizer_ms"] for row in rows[1:] if "optimizer_ms" in row]
-    return Run(optimizer, lr, seed, points, statistics.median(later) if later else math.inf)
+    optimizer_ms = [row["optimizer_ms"] for row in rows if "optimizer_ms" in row]
+    return Run(optimizer, lr, seed, points, statistics.median(optimizer_ms) if optimizer_ms else math.inf)
 
 
 def train_quietly(command: list[str], out: Path) -> bool:
