@@ -122,7 +122,7 @@ def go_on(state: State, saved: dict[str, Any], corpus: data.Data, out: Path, ran
     try:
         state.load_state_dict(saved, ranks)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{out / 'last.pt'} is damaged, or not a checkpoint of examples.train") from error
+        raise checkpoint.damaged(out / "last.pt") from error
 
 
 def start_run(args: Namespace, about: dict[str, Any], state: State, ranks: Ranks) -> Metrics:
