@@ -117,14 +117,12 @@ def go_on(state: State, saved: dict[str, Any], corpus: data.Data, out: Path, ran
     """Put the run where the checkpoint was written."""
     before, now = saved["about"]["data"], {"train": len(corpus.train), "val": len(corpus.val)}
     if any(before[part] != now[part] for part in now):
-        sizes = [f"{size['train']:,} + {size['val']:,} tokens" for size in (before, now)]
-        raise UserError(
-            f"the data of the run in {out} has changed since it was started: {sizes[0]} then, {sizes[1]} now"
-        )
+        sizes = " then, ".join(f"{size['train']:,} + {size['val']:,} tokens" for size in (before, now))
+        raise UserError(f"the data has changed since the run in {out} was started: {sizes} now")
     try:
         state.load_state_dict(saved, ranks)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{out / 'last.pt'} is damaged, or not a checkpoint of examples.train") from error
+        raise checkpoint.damaged(out / "last.pt") from error
 
 
 def start_run(args: Namespace, about: dict[str, Any], state: State, ranks: Ranks) -> Metrics:

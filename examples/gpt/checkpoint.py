@@ -121,12 +121,18 @@ def read(path: Path) -> dict[str, Any]:
     """What `write` wrote, on the CPU."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        version = saved["format"]
     except Exception as error:  # whatever a truncated or foreign file makes torch.load raise
-        raise UserError(f"{path} is damaged, or not a checkpoint of examples.train") from error
-    if version != FORMAT:
-        raise UserError(f"{path} has format {version}, this version of examples.train reads {FORMAT}; use the other")
+        raise damaged(path) from error
+    if not isinstance(saved, dict) or not {"format", "about", "model"} <= saved.keys():
+        raise damaged(path)
+    if saved["format"] != FORMAT:
+        formats = f"has format {saved['format']}, and this version of examples.train reads {FORMAT}"
+        raise UserError(f"{path} {formats}: use the version that wrote it")
     return saved
+
+
+def damaged(path: Path) -> UserError:
+    return UserError(f"{path} is damaged, or not a checkpoint of examples.train")
 
 
 def read_last(out: Path) -> dict[str, Any]:
@@ -148,5 +154,5 @@ def load(run: Path, device: torch.device) -> tuple[nn.Module, Any, str]:
         model.load_state_dict(saved["model"])
         tokenizer, prompt = tokens.from_state(about["tokenizer"]), about["prompt"]
     except (KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{path} is damaged, or not a checkpoint of examples.train") from error
+        raise damaged(path) from error
     return model.to(device).eval(), tokenizer, prompt

@@ -83,11 +83,8 @@ def refuse_other_options(args: Namespace, about: dict[str, Any]) -> None:
             option = "--" + name.replace("_", "-")
             was = f"with {option} {before}" if before is not None else f"without {option}"
             raise UserError(f"{option} {value}: the run in {args.out} was started {was}; resume it without {option}")
-    before, processes = about["processes"], number_of_processes()
-    if processes != before:
-        raise UserError(
-            f"the run in {args.out} was started on {before} processes, not {processes}: resume it on as many"
-        )
+    if number_of_processes() != about["processes"]:
+        raise UserError(f"the run in {args.out} was started on {about['processes']} process(es); resume it on as many")
 
 
 def as_saved(args: Namespace) -> dict[str, Any]:

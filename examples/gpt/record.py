@@ -64,16 +64,14 @@ def describe(
     """What is about to be trained, on what, with what."""
     size = f"{preset.layers} layers of width {preset.width}, {preset.heads} heads, vocabulary {preset.vocab_size:,}"
     unit = {"bytes": "bytes", "chars": "characters", "gpt2": "tokens"}[corpus.tokenizer.name]
-    tokens = preset.sequences * preset.context
+    batch = f"{preset.sequences} x {preset.context} = {preset.sequences * preset.context:,} tokens"
     processes = f"{ranks.size} processes, " * (ranks.size > 1)
     micro_batches = -(-preset.sequences // (ranks.size * preset.batch))
     accumulated = f", in {micro_batches} micro-batches" * (micro_batches > 1)
     print(f"device     {device} ({processes}{device_name(device)}), torch {torch.__version__}, {preset.dtype}")
     print(f"data       {corpus.name}: {len(corpus.train):,} {unit} to train on, {len(corpus.val):,} to validate on")
     print(f"model      {count(model.parameters())}, {size}{', compiled' * preset.compile}")
-    print(
-        f"training   {preset.steps:,} steps of {preset.sequences} x {preset.context} = {tokens:,} tokens{accumulated}"
-    )
+    print(f"training   {preset.steps:,} steps of {batch}{accumulated}")
     for group in optimizer.param_groups:
         algorithm = {"muon": "Muon", "adamw": "AdamW"}[group.get("algorithm", "adamw")]
         tensors = group["params"]
