@@ -1,6 +1,6 @@
 """Compare Muon with AdamW fairly.
 
-    python -m examples.compare                                    # the cpu preset: an hour on two cores
+    python -m examples.compare                                    # the cpu preset: half an hour on two cores
     python -m examples.compare --preset gpt2-124m --data my.txt --seeds 3 --target 3.0
     python -m examples.compare --report docs/results/cpu.csv      # the table and the figure again, no training
 

@@ -147,7 +147,7 @@ def named(piece: trace.Work) -> tuple[str, trace.Call | None]:
     if call is not None and (piece.kernel is None or OPERATOR.match(call.name)):
         return call.name, call
     assert piece.kernel is not None
-    return piece.kernel, call if piece.kernel.startswith("triton_") else None
+    return piece.kernel, call if call is not None and call.name.startswith("triton") else None
 
 
 def kind(piece: trace.Work, name: str) -> str:

@@ -26,6 +26,7 @@ class Call:
     end: float
     shapes: list[list[int]]
     types: list[str]
+    number: int | None  # the profiler's
     parent: Call | None
     inside: list[Call] = field(default_factory=list)
 
@@ -50,10 +51,16 @@ def read(events: list[dict[str, Any]]) -> list[Work]:
     calls, launches = nest([event for event in spans if event["cat"] in HOST | LAUNCHES])
     on_device = [event for event in spans if event["cat"] in DEVICE]
     if on_device:
+        by_number = {call.number: call for call in calls if call.number is not None}
         return [
-            Work(event["dur"], launches.get(event["args"].get("correlation")), event["name"]) for event in on_device
+            Work(event["dur"], launched_in(event["args"], launches, by_number), event["name"]) for event in on_device
         ]
     return [Work(call.end - call.start - sum(c.end - c.start for c in call.inside), call, None) for call in calls]
+
+
+def launched_in(args: dict[str, Any], launches: dict[int, Call | None], by_number: dict[int, Call]) -> Call | None:
+    """The call around a kernel's launch; where no launch is in the trace, the one that the profiler itself noted."""
+    return launches.get(args["correlation"]) or by_number.get(args.get("External id", -1))
 
 
 def nest(spans: list[dict[str, Any]]) -> tuple[list[Call], dict[int, Call | None]]:
@@ -66,12 +73,13 @@ def nest(spans: list[dict[str, Any]]) -> tuple[list[Call], dict[int, Call | None
         while around is not None and around.end <= event["ts"]:
             around = around.parent
         if event["cat"] in LAUNCHES:
-            launches[event["args"].get("correlation")] = around
+            launches[event["args"]["correlation"]] = around
             threads[event["tid"]] = around
             continue
         args = event["args"]
         shapes, types = args.get("Input Dims", []), args.get("Input type", [])
-        call = Call(event["name"], event["ts"], event["ts"] + event["dur"], shapes, types, around)
+        end, number = event["ts"] + event["dur"], args.get("External id")
+        call = Call(event["name"], event["ts"], end, shapes, types, number, around)
         if around is not None:
             around.inside.append(call)
         threads[event["tid"]] = call

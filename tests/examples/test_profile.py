@@ -102,6 +102,8 @@ def gpu_trace() -> list[dict[str, Any]]:
         event("cpu_op", "CompiledFunction", 0, 100, **arguments(([64, 32], BF16))),
         event("cpu_op", "aten::mm", 10, 20, **PRODUCT),
         event("cuda_runtime", "cudaLaunchKernel", 15, 5, correlation=1),
+        event("cpu_op", "aten::sum", 35, 1, **{"External id": 77}, **arguments(([64], "float"))),
+        event("cuda_driver", "cuLaunchKernelEx", 37, 2, correlation=9),
         event("cpu_op", "triton_poi_fused_add_0", 40, 10, **arguments(([64], "float"), ([64], BF16), ([], "Scalar"))),
         event("cuda_driver", "cuLaunchKernelEx", 42, 5, correlation=2),
         event("cpu_op", "attention::backward", 0, 30, tid=2, **arguments(*[HEADS] * 2)),
@@ -122,6 +124,8 @@ def gpu_trace() -> list[dict[str, Any]]:
         event("kernel", "backward_kernel", 620, 3000, correlation=4),
         event("kernel", "gram_kernel", 700, 4000, correlation=5),
         event("kernel", "update_kernel", 710, 5000, correlation=5),
+        event("kernel", "void at::reduce_kernel<4>(int)", 715, 50, correlation=8, **{"External id": 77}),
+        event("kernel", "triton_red_1", 716, 40, correlation=9),
         event("gpu_memcpy", "Memcpy HtoD", 720, 300, correlation=6),
         event("kernel", "void at::softmax_nll_loss<float, 4>(int)", 730, 70, correlation=7),
     ]
@@ -136,11 +140,14 @@ def test_kernels_go_to_who_launched_them() -> None:
         "attention::backward": ("attention backward", 1.55, 0.5),
         "gram_kernel": ("optimizer", 2.0, 0.5),
         "update_kernel": ("optimizer", 2.5, 0.5),
+        "sum": ("norms, element-wise, rest", 0.025, 0.5),
+        "triton_red_1": ("norms, element-wise, rest", 0.02, 0.5),
         "Memcpy HtoD": ("norms, element-wise, rest", 0.15, 0.5),
         "at::softmax_nll_loss": ("loss", 0.035, 0.5),
     }
     assert (rows["mm"].flops, rows["mm"].bytes) == (64 * 32 * 16, 64 * 32 + 32 * 16 + 64 * 16)  # half of a step's
     assert (rows["triton_poi_fused_add_0"].flops, rows["triton_poi_fused_add_0"].bytes) == (None, 64 * (4 + 2) / 2)
+    assert (rows["triton_red_1"].shapes, rows["triton_red_1"].bytes) == ("", None)  # CompiledFunction's are not its own
     assert rows["gram_kernel"].flops is rows["gram_kernel"].bytes is None
     assert rows["mm"].shapes == "64x32 32x16" and rows["at::softmax_nll_loss"].shapes == ""
 
