@@ -162,7 +162,7 @@ def kind(piece: trace.Work, name: str) -> str:
 
 def short(name: str) -> str:
     """Without its arguments, namespaces and templates."""
-    return re.split(r"[<(]", name.removeprefix("aten::").removeprefix("void "))[0][-60:]
+    return re.split(r"[<(]", name.removeprefix("aten::").removeprefix("void "))[0]
 
 
 def table(rows: Sequence[Row], step_ms: float, ceilings: Ceilings, top: int) -> str:
@@ -175,7 +175,7 @@ def table(rows: Sequence[Row], step_ms: float, ceilings: Ceilings, top: int) -> 
         intensity = "n/a" if row.flops is None or row.bytes is None else f"{row.flops / row.bytes:.0f}"
         lines.append(
             f"{row.ms:6.2f} {row.ms / whole:5.0%} {row.calls:6.0f} {gflop:>8s} {megabytes:>8s} {intensity:>7s} "
-            f"{above(row, ceilings):>6s}  {roofline.binds(row.ms, row.flops, row.bytes, ceilings):8s}  {row.name}"
+            f"{above(row, ceilings):>6s}  {roofline.binds(row.ms, row.flops, row.bytes, ceilings):8s}  {row.name[:80]}"
         )
     lines += ["", "    ms  share  kind"]
     sums = {kind: sum(row.ms for row in rows if row.kind == kind) for kind in KINDS}

@@ -120,12 +120,15 @@ def draw(rows: Sequence[Any], ceilings: Ceilings, title: str, path: Path) -> Non
             y = [(row.flops if known else row.bytes) / time for row, time in zip(dots, seconds, strict=True)]
             areas = [2000 * row.ms / total for row in dots]
             panel.scatter(x, y, s=areas, color=f"C{color}", alpha=0.6, label=kind if dots else None)
+            for row, *place in zip(dots, x, y, strict=True):
+                if row.ms > total / 50 and not known:
+                    panel.annotate(row.operator[:40], place, fontsize=7)
     rates.axhline(ceilings.bandwidth, color="black", linewidth=1)
     roof.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="operations a second")
     rates.set(xscale="log", yscale="log", xlabel="ms a step", ylabel="bytes a second, operations unknown")
     for panel in (roof, rates):
         panel.grid(alpha=0.3)
-        for handle in panel.legend(loc="lower right").legend_handles:
+        for handle in panel.legend().legend_handles:
             handle.set_sizes([40])
     figure.suptitle(f"{title}; area: time; lines: a large matrix product and a large copy")
     figure.savefig(path, dpi=110)
