@@ -178,7 +178,9 @@ def encode(
 def make_tokenizer(name: str, spans: Sequence[Span], progress: Callable[[int], object] = lambda _: None) -> Tokenizer:
     """The tokenizer of that name; characters are those of the documents and of what is between them."""
     if name != "chars":
-        return {"bytes": Bytes, "gpt2": GPT2}[name]()
+        made = {"bytes": Bytes, "gpt2": GPT2}[name]()
+        made.encode("")  # if tiktoken is not there, that shows before the text is read
+        return made
     characters = {"\n"} if len(spans) > 2 else set()
     for span in spans:
         for text in read(span, progress):
