@@ -43,7 +43,7 @@ class Joined:
             index = int(np.searchsorted(self.ends, start, side="right"))
             part, end = self.parts[index], int(self.ends[index])
             begin = end - len(part)
-            found.append(part[start - begin : min(stop, end) - begin])
+            found.append(part[start - begin : stop - begin])
             start = end
         return found[0] if len(found) == 1 else np.concatenate(found or [self.empty()])
 
