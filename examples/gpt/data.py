@@ -108,7 +108,7 @@ def load_tokens(path: Path, train: list[Path], val: list[Path], tokenizer: str |
     if tokenizer not in (None, made.name):
         raise UserError(f"{path} has {made.name} tokens, not {tokenizer}; leave --tokenizer out, or {shards.REBUILD}")
     whole = {part: open_all(files, made) for part, files in (("train", train), ("val", val))}
-    name = f"{path} ({len(train) + len(val)} files of {made.name} tokens)" if path.is_dir() else str(path)
+    name = f"{path} ({len(train) + len(val)} files of tokens: {made.name})" if path.is_dir() else str(path)
     bytes_per_token = 1.0 if made.name == "bytes" else None
     if path.is_file() or not val:
         return Data(name, *cut(whole["train"], len(whole["train"]) * 9 // 10), made, bytes_per_token)

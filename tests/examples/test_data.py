@@ -292,7 +292,7 @@ def test_other_mistakes_with_files_of_tokens(tmp_path: Path) -> None:
 def test_both_ends_of_a_long_file_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "CHECKED", 10)
     for place in (0, 9, 90, 99):
-        write(tmp_path / "train.bin", np.where(TOKENS == place, 60_000, 0))
+        write(tmp_path / "train.bin", np.where(place == TOKENS, 60_000, 0))
         refuses(tmp_path, "has a token 60000")
 
 
