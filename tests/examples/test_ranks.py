@@ -1,4 +1,4 @@
-"""Training on two processes that torchrun starts, against one."""
+"""Training on two processes that torchrun starts, killed and resumed, against one that was left alone."""
 
 import csv
 import os
@@ -19,7 +19,11 @@ SIZE = [
     "--context",
     "32",
     "--batch",
-    "8",
+    "4",
+    "--batch-tokens",
+    "512",
+    "--checkpoint-every",
+    "5",
     "--steps",
     "12",
     "--device",
@@ -29,11 +33,24 @@ SIZE = [
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
+DIES = """
+import os
+from examples import train
+
+def batch_or_die(*args, step, **options):
+    return os._exit(1) if step == 7 else original(*args, step=step, **options)
+
+original, train.data.training_batch = train.data.training_batch, batch_or_die
+train.main()
+"""
+
+
 def test_two_processes_train_to_the_loss_curve_of_one(tmp_path: Path) -> None:
+    """Each of them with two micro-batches a step, where the one has four; step 7 is the third since a checkpoint."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def cube_{i}(x):\n    return x * x * x + {i}\n\n" for i in range(400)))
     one = subprocess.run(
@@ -41,7 +58,11 @@ def test_two_processes_train_to_the_loss_curve_of_one(tmp_path: Path) -> None:
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert one.returncode == 0, one.stderr
-    two = torchrun("-m", "examples.train", *SIZE, "--data", str(text), "--out", str(tmp_path / "two"))
+    (tmp_path / "dies.py").write_text(DIES)
+    killed = torchrun(str(tmp_path / "dies.py"), *SIZE, "--data", str(text), "--out", str(tmp_path / "two"))
+    assert killed.returncode != 0
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"config.json", "last.pt", "metrics.csv"}
+    two = torchrun("-m", "examples.train", "--resume", "--out", str(tmp_path / "two"))
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("validation loss") == 1  # only the first speaks
     files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
