@@ -140,7 +140,7 @@ def start_run(args: Namespace, about: dict[str, Any], state: State, ranks: Ranks
     except OSError as error:
         raise UserError(f"cannot write to --out {out}: {error.filename}: {error.strerror}") from error
     if args.log:
-        metrics.tracker = Tracker(args.log, out, about, state.step)
+        metrics.tracker = Tracker(args.log, out, about, first_step=state.step + 1)
     return metrics
 
 
@@ -289,13 +289,14 @@ def summarize(rows: list[Row], out: Path) -> dict[str, Any]:
     validated = [row for row in rows if row["val_loss"] is not None]
     last = validated[-1] if validated else {"val_loss": None, "val_bits_per_byte": None}
     end = rows[-1] if rows else {"tokens": 0, "seconds": 0.0}
+    optimizer_ms = [row["optimizer_ms"] for row in rows if row["optimizer_ms"] is not None]
     return {
         "val_loss": last["val_loss"],
         "val_bits_per_byte": last["val_bits_per_byte"],
         "best_val_loss": min((row["val_loss"] for row in validated), default=None),
         "seconds": end["seconds"],
         "tokens_per_second": end["tokens"] / end["seconds"] if rows else 0.0,
-        "optimizer_ms": statistics.median(row["optimizer_ms"] for row in rows) if rows else None,
+        "optimizer_ms": statistics.median(optimizer_ms) if optimizer_ms else None,
         "out": str(out),
     }
 
