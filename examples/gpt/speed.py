@@ -10,8 +10,7 @@ from torch import nn
 
 # Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits counts.
 PEAK_FLOPS = {
-    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
-    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "RTX 4090": 165e12,
 }  # fmt: skip
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from examples import train
+from examples.gpt.cli import UserError
+
 ROOT = Path(__file__).parents[2]
 SIZE = [
     "--layers",
@@ -53,11 +56,7 @@ def test_two_processes_train_to_the_loss_curve_of_one(tmp_path: Path) -> None:
     """Each of them with two micro-batches a step, where the one has four; step 7 is the third since a checkpoint."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def cube_{i}(x):\n    return x * x * x + {i}\n\n" for i in range(400)))
-    one = subprocess.run(
-        [sys.executable, "-m", "examples.train", *SIZE, "--data", str(text), "--out", str(tmp_path / "one")],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert one.returncode == 0, one.stderr
+    train.main([*SIZE, "--data", str(text), "--out", str(tmp_path / "one")])
     (tmp_path / "dies.py").write_text(DIES)
     killed = torchrun(str(tmp_path / "dies.py"), *SIZE, "--data", str(text), "--out", str(tmp_path / "two"))
     assert killed.returncode != 0
@@ -74,7 +73,23 @@ def test_two_processes_train_to_the_loss_curve_of_one(tmp_path: Path) -> None:
             assert float(found[name] or 0) == pytest.approx(float(expected[name] or 0), rel=1e-4), name
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
-    ended = torchrun("-m", "examples.train", "--batch", "3", "--device", "cpu", "--out", str(tmp_path))
-    assert ended.returncode != 0
-    assert "--batch 3 is not a multiple of the 2 processes" in ended.stderr
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--batch", "3"], "--batch 3 is not a multiple of the 2 processes"),
+        (["--batch-tokens", "384"], "--batch-tokens 384 is not a multiple of --context 128 times 2 processes"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_is_refused(
+    options: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=says):
+        train.main([*options, "--out", str(tmp_path)])
+
+
+def test_a_run_is_resumed_on_as_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train.main([*SIZE, "--out", str(tmp_path)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"started on 1 process\(es\)"):
+        train.main(["--resume", "--out", str(tmp_path)])
