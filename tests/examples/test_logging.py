@@ -1,5 +1,6 @@
 """What is told of a run: to trackers, as MFU, and of the optimizer's time."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -17,6 +18,8 @@ from examples.gpt.cli import UserError
 from examples.gpt.logging import TRACKERS, Tracker
 from examples.gpt.model import GPT
 from examples.gpt.nanogpt import NanoGPT
+from examples.gpt.presets import PRESETS
+from examples.gpt.step import model_shape
 
 ROW = {"step": 20, "train_loss": 2.5, "val_loss": None, "tokens": 400}
 
@@ -101,6 +104,16 @@ def test_peaks(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert speed.peak_flops(torch.device("cuda")) == peak
     assert speed.peak_flops(torch.device("cpu")) is None
+
+
+def test_mfu_is_a_share_of_all_processes_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "peak_flops", lambda _: 1e9)
+    preset = dataclasses.replace(PRESETS["cpu"], layers=1, width=16, heads=2, context=8)
+    model = GPT(**model_shape(preset, "flash"))
+    optimizer = torch.optim.SGD(model.parameters())
+    speedometer = speed.Speedometer(model, optimizer, preset, torch.device("cpu"), processes=4)
+    mfu = speedometer.read(1000.0)["mfu"]
+    assert mfu == pytest.approx(1000 * speed.flops_per_token(model, 1, 16, 8) / 4e9)
 
 
 def test_the_optimizers_milliseconds() -> None:
