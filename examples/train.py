@@ -35,13 +35,14 @@ from examples.gpt.logging import Metrics, Row, Tracker, plot, progress_bar, show
 from examples.gpt.presets import MODELS, Preset
 from examples.gpt.ranks import Ranks, started
 from examples.gpt.record import config, describe
-from examples.gpt.speed import OptimizerClock, flops_per_token, peak_flops
+from examples.gpt.speed import Speedometer
 from examples.gpt.step import forward, make_optimizer, make_scheduler, model_shape, train_step, validate
 from muon import QKClip
 
 __all__ = ["forward", "main", "make_optimizer", "make_scheduler", "model_shape", "train_step", "validate"]
 
 SAMPLE_LENGTH = 500  # tokens
+Save = Callable[[str, dict[str, Any]], None]  # a checkpoint's name and content
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def start_run(args: Namespace, about: dict[str, Any], state: State, ranks: Ranks
     except OSError as error:
         raise UserError(f"cannot write to --out {out}: {error.filename}: {error.strerror}") from error
     if args.log:
-        metrics.tracker = Tracker(args.log, out, about, state.step)
+        metrics.tracker = Tracker(args.log, out, about, first_step=state.step + 1)
     return metrics
 
 
@@ -150,7 +151,7 @@ def train(
     corpus: data.Data,
     preset: Preset,
     metrics: Metrics,
-    save: Callable[[str, dict[str, Any]], None],
+    save: Save,
     *,
     seed: int,
     ranks: Ranks,
@@ -160,9 +161,7 @@ def train(
     Several processes end at once on Ctrl-C, since each would finish another step. A loss that is not finite ends it
     with a UserError.
     """
-    optimizer_clock = OptimizerClock(state.optimizer, state.device)
-    flops = flops_per_token(state.model, preset.layers, preset.width, preset.context)
-    peak = peak_flops(state.device)
+    speedometer = Speedometer(state.model, state.optimizer, preset, state.device, ranks.size)
     save_every = preset.checkpoint_every or preset.eval_every
     steps = range(state.step, preset.steps)
     with progress_bar(preset.steps, state.step, hidden=not ranks.is_first) as bar:
@@ -189,14 +188,10 @@ def train(
                 val_loss = validate(model, corpus.val, preset, state.device, ranks) if validates else None
                 check_finite(val_loss or 0.0, state.step)
                 row = make_row(state, loss_sum, val_loss, preset, corpus.bytes_per_token)
-                row |= {"learning_rate": learning_rate, "optimizer_ms": optimizer_clock.read()}
-                row["mfu"] = row["tokens_per_second"] * flops / (peak * ranks.size) if peak else None
+                row |= {"learning_rate": learning_rate} | speedometer.read(row["tokens_per_second"])
                 add_row(state, row, metrics)
                 show(row, bar)
-                if val_loss is not None and val_loss < state.best_val_loss:
-                    state.best_val_loss = val_loss
-                    best = {"model": state.model.state_dict(), "step": state.step, "val_loss": val_loss}
-                    save("best.pt", best)
+                keep_best(state, val_loss, save)
             if saves:
                 save("last.pt", state.state_dict(ranks))
             start = time.perf_counter()
@@ -231,6 +226,12 @@ def add_row(state: State, row: Row, metrics: Metrics) -> None:
     metrics.add(row)
     state.loss_sum.zero_()
     state.clipped_heads.zero_()
+
+
+def keep_best(state: State, val_loss: float | None, save: Save) -> None:
+    if val_loss is not None and val_loss < state.best_val_loss:
+        state.best_val_loss = val_loss
+        save("best.pt", {"model": state.model.state_dict(), "step": state.step, "val_loss": val_loss})
 
 
 def interruptible(steps: Iterable[int]) -> Iterator[int]:
@@ -289,13 +290,14 @@ def summarize(rows: list[Row], out: Path) -> dict[str, Any]:
     validated = [row for row in rows if row["val_loss"] is not None]
     last = validated[-1] if validated else {"val_loss": None, "val_bits_per_byte": None}
     end = rows[-1] if rows else {"tokens": 0, "seconds": 0.0}
+    optimizer_ms = [row["optimizer_ms"] for row in rows if row["optimizer_ms"] is not None]
     return {
         "val_loss": last["val_loss"],
         "val_bits_per_byte": last["val_bits_per_byte"],
         "best_val_loss": min((row["val_loss"] for row in validated), default=None),
         "seconds": end["seconds"],
         "tokens_per_second": end["tokens"] / end["seconds"] if rows else 0.0,
-        "optimizer_ms": statistics.median(row["optimizer_ms"] for row in rows) if rows else None,
+        "optimizer_ms": statistics.median(optimizer_ms) if optimizer_ms else None,
         "out": str(out),
     }
 

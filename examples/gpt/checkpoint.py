@@ -46,7 +46,7 @@ class State:
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
         """Every process must call it: random numbers and losses are its own."""
-        own = {"loss_sum": self.loss_sum, "random": random_state(self.device)}
+        own = {"loss_sum": self.loss_sum.cpu(), "random": random_state(self.device)}
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

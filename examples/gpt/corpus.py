@@ -25,9 +25,9 @@ INSTALLED = {"site-packages", "dist-packages"}  # not the standard library
 TABLES_AND_TESTS = {"encodings", "pydoc_data", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
 
 PIECE = 2**20  # bytes to read at a time
-# Before a single space or newline between two other characters one of GPT-2's words always ends, so both sides encode
-# as they do together (its pattern is in openai/gpt-2 src/encoder.py).
-BETWEEN_WORDS = re.compile(r"(?<=\S)(?=[ \n]\S)")
+# Where white space begins, one of GPT-2's words ends, and the next one does not look back: both sides encode as they do
+# together (its pattern is in openai/gpt-2 src/encoder.py).
+BETWEEN_WORDS = re.compile(r"(?<=\S)(?=[ \n])")
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def read(span: Span, progress: Callable[[int], object] = lambda _: None) -> Iter
 
 
 def last_place_between_words(text: str, seen: int) -> int:
-    """0 where there is none behind the `seen` characters."""
-    for start in (max(seen - 2, len(text) - 4096), max(seen - 2, 0)):
-        places = [match.start() for match in BETWEEN_WORDS.finditer(text, max(start, 0))]
+    """0 where there is none after the `seen` characters."""
+    for start in (max(seen, len(text) - 4096), seen):
+        places = [match.start() for match in BETWEEN_WORDS.finditer(text, start)]
         if places:
             return places[-1]
     return 0
@@ -178,7 +178,9 @@ def encode(
 def make_tokenizer(name: str, spans: Sequence[Span], progress: Callable[[int], object] = lambda _: None) -> Tokenizer:
     """The tokenizer of that name; characters are those of the documents and of what is between them."""
     if name != "chars":
-        return {"bytes": Bytes, "gpt2": GPT2}[name]()
+        made = {"bytes": Bytes, "gpt2": GPT2}[name]()
+        made.encode("")  # if tiktoken is not there, that shows before the text is read
+        return made
     characters = {"\n"} if len(spans) > 2 else set()
     for span in spans:
         for text in read(span, progress):

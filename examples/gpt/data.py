@@ -82,7 +82,7 @@ def load_text(path: Path | None, tokenizer: str) -> Data:
         return Data(text.name, *cut(joined, len(joined) - len(joined) // 10), Bytes(), bytes_per_token=1.0)
     if size > IN_MEMORY:
         command = f"python -m examples.prepare --data {path} --tokenizer {tokenizer} --out FOLDER"
-        raise UserError(f"{text.name} has {size:,} bytes; make tokens of it once: {command}, then train on --data FOLDER")
+        raise UserError(f"{text.name} has {size:,} bytes; make tokens of it once ({command}) and give --data FOLDER")
     train, val = corpus.split(text, 0.1, tokenizer)
     made = corpus.make_tokenizer(tokenizer, [*train, *val])
     with tqdm(total=size, desc="tokenizing", unit="B", unit_scale=True, leave=False, delay=1) as bar:
@@ -108,12 +108,13 @@ def load_tokens(path: Path, train: list[Path], val: list[Path], tokenizer: str |
     if tokenizer not in (None, made.name):
         raise UserError(f"{path} has {made.name} tokens, not {tokenizer}; leave --tokenizer out, or {shards.REBUILD}")
     whole = {part: open_all(files, made) for part, files in (("train", train), ("val", val))}
-    name = f"{path} ({len(train) + len(val)} files of {made.name} tokens)" if path.is_dir() else str(path)
-    if not val:
-        return Data(name, *cut(whole["train"], len(whole["train"]) * 9 // 10), made, None)
+    name = f"{path} ({len(train) + len(val)} files of tokens: {made.name})" if path.is_dir() else str(path)
+    bytes_per_token = 1.0 if made.name == "bytes" else None
+    if path.is_file() or not val:
+        return Data(name, *cut(whole["train"], len(whole["train"]) * 9 // 10), made, bytes_per_token)
     if notes:
         check_complete(folder, whole, notes)
-    bytes_per_token = notes["val"]["bytes"] / notes["val"]["tokens"] if notes else None
+        bytes_per_token = notes["val"]["bytes"] / notes["val"]["tokens"]
     return Data(name, whole["train"], whole["val"], made, bytes_per_token)
 
 
@@ -132,10 +133,7 @@ def foreign_tokenizer(folder: Path, name: str | None) -> Tokenizer:
 
 
 def open_all(files: list[Path], tokenizer: Tokenizer) -> Tokens:
-    bare = {"train.bin", "val.bin"}
-    opened = [
-        shards.open_tokens(file, tokenizer.vocab_size, bare=file.name in bare or len(files) == 1) for file in files
-    ]
+    opened = [shards.open_tokens(file, tokenizer.vocab_size) for file in files]
     return opened[0] if len(opened) == 1 else Joined(opened)
 
 

@@ -20,7 +20,7 @@ MAGIC, VERSION = 20240520, 1
 HEADER = 1024  # bytes
 NOTES = "tokens.json"  # beside the shards of examples.prepare
 REBUILD = "rebuild it: python -m examples.prepare --data TEXT --tokenizer gpt2 --out FOLDER"
-CHECKED = 2**20  # tokens at either end of a file whose range is looked at
+CHECKED = 2**18  # tokens at either end of a file whose range is looked at
 
 
 class Joined:
@@ -43,7 +43,7 @@ class Joined:
             index = int(np.searchsorted(self.ends, start, side="right"))
             part, end = self.parts[index], int(self.ends[index])
             begin = end - len(part)
-            found.append(part[start - begin : min(stop, end) - begin])
+            found.append(part[start - begin : stop - begin])
             start = end
         return found[0] if len(found) == 1 else np.concatenate(found or [self.empty()])
 
@@ -79,12 +79,12 @@ def mapped(file: Path, dtype: str, offset: int = 0) -> np.ndarray:
     return np.memmap(file, dtype, mode="r", offset=offset)
 
 
-def open_tokens(file: Path, vocab_size: int, *, bare: bool) -> np.ndarray:
-    """The tokens of a shard, or, where `bare` files without a header are welcome, of one of those."""
+def open_tokens(file: Path, vocab_size: int) -> np.ndarray:
+    """The tokens of a shard or, unless its name is a shard's, of a file without a header."""
     start = np.fromfile(file, "<i4", count=3)
     size = file.stat().st_size
     has_header = len(start) > 0 and start[0] == MAGIC
-    if not has_header and not bare:
+    if not has_header and ("_train_" in file.name or "_val_" in file.name):
         found = f"with {start[0]}" if len(start) else "as it is empty"
         raise UserError(f"{file} does not start with llm.c's magic number {MAGIC} but {found}; {REBUILD}")
     if has_header:
@@ -130,11 +130,11 @@ def read_notes(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         notes = json.loads(file.read_text(encoding="utf-8"))
-        complete = notes["tokenizer"]["name"] and notes["train"]["tokens"] and notes["val"]["tokens"]
-    except (ValueError, KeyError, TypeError):
-        complete = False
-    if not complete:
-        raise UserError(f"{file} is damaged; {REBUILD}")
+        counts = [notes[part][unit] for part in ("train", "val") for unit in ("bytes", "tokens")]
+        if not isinstance(notes["tokenizer"], dict) or min(counts) < 1:
+            raise ValueError(counts)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged; {REBUILD}") from error
     return notes
 
 

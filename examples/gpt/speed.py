@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from examples.gpt.presets import Preset
+
 # Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits counts.
 PEAK_FLOPS = {
-    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
-    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
+    "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "RTX 4090": 165e12,
 }  # fmt: skip
 
 
@@ -65,3 +66,19 @@ class OptimizerClock:
             times = [1e3 * (end - start) for start, end in self.steps]
         self.steps = []
         return sum(times) / len(times)
+
+
+class Speedometer:
+    """Both of a run, for the rows of metrics.csv."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, preset: Preset, device: torch.device, processes: int
+    ) -> None:
+        self.clock = OptimizerClock(optimizer, device)
+        self.flops = flops_per_token(model, preset.layers, preset.width, preset.context)
+        peak = peak_flops(device)
+        self.peak = None if peak is None else peak * processes
+
+    def read(self, tokens_per_second: float) -> dict[str, float | None]:
+        mfu = None if self.peak is None else tokens_per_second * self.flops / self.peak
+        return {"optimizer_ms": self.clock.read(), "mfu": mfu}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ def make_optimizer(model: nn.Module, preset: Preset, name: str, ranks: Ranks = A
 
 def make_scheduler(optimizer: torch.optim.Optimizer, preset: Preset) -> LambdaLR:
     """One multiplier for the learning rates of all groups."""
+    # It steps also where the scaler has skipped the very first step of the optimizer, which torch would warn of.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     if preset.schedule == "cosine":
         return LambdaLR(optimizer, lambda step: cosine(step, preset.steps, preset.warmup, preset.final))
     return LambdaLR(optimizer, lambda step: warmup_stable_decay(step, preset.steps, preset.warmup, preset.decay))

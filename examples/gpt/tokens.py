@@ -94,7 +94,7 @@ def code_points(text: str) -> np.ndarray:
 
 
 class GPT2:
-    """GPT-2's byte pairs; tiktoken is loaded where text is first encoded or decoded, so training on shards needs none."""
+    """GPT-2's byte pairs. tiktoken is loaded where text is first encoded or decoded: training on shards needs none."""
 
     name = "gpt2"
     vocab_size = 50257
