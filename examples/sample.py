@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from examples.gpt import checkpoint, data
+from examples.gpt import checkpoint
 from examples.gpt.cli import ArgumentParser, UserError, number, path, pick_device, positive_int, run, seed
+from examples.gpt.generate import generate
 
 
 def share(text: str) -> float:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--run", metavar="FOLDER", type=path, default=Path("runs/cpu"), help="a run of examples.train")
-    add("--prompt", metavar="TEXT", default="def ", help="what it carries on from")
+    add("--prompt", metavar="TEXT", help="what it carries on from; default: 'def ' or a new line")
     add("--length", metavar="N", type=positive_int, default=500, help="tokens to write")
     add("--temperature", metavar="X", type=number, default=0.8, help="0 always takes the likeliest")
     add("--top-k", metavar="N", type=positive_int, help="choose among the N likeliest only")
@@ -37,14 +38,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seed", metavar="N", type=seed, default=0, help="another seed, another text")
     add("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1, mps; default: what is there")
     args = parser.parse_args(argv)
-    if not args.prompt:
+    if args.prompt == "":
         raise UserError('--prompt is empty; give at least one character, such as --prompt "def "')
 
     device = pick_device(args.device)
-    model = checkpoint.load(args.run / "model.pt", device)
+    model, tokenizer, default_prompt = checkpoint.load(args.run, device)
     generator = torch.Generator(device).manual_seed(args.seed)
-    prompt = data.encode(args.prompt)
-    tokens = model.generate(
+    prompt = tokenizer.encode(args.prompt or default_prompt)
+    tokens = generate(
+        model,
         prompt[None].to(device),
         args.length,
         temperature=args.temperature,
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         top_p=args.top_p,
         generator=generator,
     )
-    for text in data.decode(chain(prompt.tolist(), (token.item() for token in tokens))):
+    for text in tokenizer.decode(chain(prompt.tolist(), (token.item() for token in tokens))):
         print(text, end="", flush=True)
     print()
 

@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from examples.gpt.cli import UserError
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,14 @@ class Ranks:
         """The model, with gradients that are the mean over all processes."""
         return DistributedDataParallel(model) if self.size > 1 else model
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's, on all of them, whatever it is."""
+        values = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
+
     def mean(self, value: Tensor) -> Tensor:
         """Over all processes."""
         if self.size > 1:
@@ -51,12 +58,15 @@ class Ranks:
 ALONE = Ranks()
 
 
+def number_of_processes() -> int:
+    """That torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextlib.contextmanager
-def started(batch: int) -> Iterator[Ranks]:
+def started() -> Iterator[Ranks]:
     """The processes, connected while it lasts; all but the first print nothing."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if batch % size:
-        raise UserError(f"--batch {batch} is not a multiple of the {size} processes; change either")
+    size = number_of_processes()
     if size == 1:
         yield ALONE
         return

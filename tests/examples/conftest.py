@@ -15,6 +15,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "SAMPLE_LENGTH", 40)
+@pytest.fixture(autouse=True, scope="session")
+def short_sample() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "SAMPLE_LENGTH", 40)
+        yield

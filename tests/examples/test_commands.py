@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from examples import sample, train
-from examples.gpt import checkpoint, cli, data
-from examples.gpt.model import GPT
+from examples.gpt import checkpoint, cli
+from examples.gpt.presets import MODELS
+from examples.gpt.tokens import Characters
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +51,14 @@ def test_a_mistake_on_the_command_line(arguments: tuple[str, ...], says: str) ->
         (train, ("--device", "meta"), "--device cpu"),
         (train, ("--device", "hpu"), "--device cpu"),
         (train, ("--heads", "3"), "--heads 3"),
+        (train, ("--batch-tokens", "1000"), "--batch-tokens 1000 is not a multiple of --context 128"),
+        (train, ("--qk-clip", "0"), "above 0"),
+        (train, ("--qk-clip", "100", "--attention", "sdpa"), "--qk-clip needs --attention flash"),
+        (train, ("--clip", "-1"), "--clip"),
+        (train, ("--dtype", "int8"), "float16"),
+        (train, ("--preset", "shakespeare-char"), "needs --data"),
+        (train, ("--checkpoint-every", "0"), "--checkpoint-every"),
+        (train, ("--resume", "--out", "{empty}/run"), "start without --resume"),
         (train, ("--width", "1024", "--heads", "1"), "--heads 1"),
         (train, ("--context", "10000000"), "--context"),
         (train, ("--data", "{empty}"), "0 bytes"),
@@ -98,27 +107,36 @@ def write(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str
     return capsys.readouterr().out
 
 
-def test_sample_writes_what_recomputation_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy, the text is the likeliest byte after byte, without a cache; otherwise it is the seed's."""
+@pytest.mark.parametrize("architecture", MODELS)
+def test_sample_writes_what_recomputation_gives(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy, the text is the likeliest character after character, without a cache; otherwise it is the seed's."""
     torch.manual_seed(0)
-    shape = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab_size": 128}
-    model = GPT(**shape)
+    tokenizer = Characters("abcdefghijklmnopqrstuvwxyz .,\n")
+    shape = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab_size": tokenizer.vocab_size}
+    model = MODELS[architecture](**shape).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    checkpoint.save(tmp_path / "model.pt", model, shape, step=1)
-    tokens = data.encode("ab")[None]
+    about = {"architecture": architecture, "shape": shape, "tokenizer": tokenizer.state(), "prompt": "\n"}
+    checkpoint.write(tmp_path / "best.pt", {"about": about, "model": model.state_dict()})
+    tokens = tokenizer.encode("ab")[None]
     for _ in range(40):
         with torch.no_grad():
             tokens = torch.cat([tokens, model(tokens[:, -16:])[:, -1:].argmax(-1)], dim=1)
-    expected = "".join(data.decode(tokens[0].tolist())) + "\n"
+    expected = "".join(tokenizer.decode(tokens[0].tolist())) + "\n"
     assert write(tmp_path, capsys, "--temperature", "0") == expected
     assert write(tmp_path, capsys, "--top-k", "1") == write(tmp_path, capsys, "--top-p", "1e-9") == expected
     texts = [write(tmp_path, capsys, "--seed", str(seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] and len({expected, *texts}) == 3
+    sample.main(["--run", str(tmp_path), "--length", "1"])
+    assert capsys.readouterr().out.startswith("\n")
+    with pytest.raises(cli.UserError, match="'Z'"):
+        sample.main(["--run", str(tmp_path), "--prompt", "aZ"])
 
 
-@pytest.mark.parametrize("module", ["examples.train", "examples.sample"])
-def test_help_fits_a_screen(module: str) -> None:
+@pytest.mark.parametrize(("module", "most"), [("examples.train", 33), ("examples.sample", 24)])
+def test_help_fits_a_screen(module: str, most: int) -> None:
     lines = command(module, "--help").stdout.splitlines()
-    assert 5 < len(lines) <= 24
+    assert 5 < len(lines) <= most
     assert max(map(len, lines)) <= 80

@@ -1,24 +1,30 @@
-from pathlib import Path
+import dataclasses
+import math
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from examples.gpt import checkpoint
-from examples.gpt.cli import UserError
-from examples.gpt.model import GPT, sample
-from examples.gpt.presets import PRESETS
-from examples.train import model_shape
+from examples.gpt.generate import generate, sample
+from examples.gpt.model import GPT, Attention
+from examples.gpt.nanogpt import NanoGPT
+from examples.gpt.presets import MODELS, PRESETS
+from examples.gpt.step import model_shape
 from muon import QKClip
 
 SHAPE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab_size": 64}
 
 
-def make_model(attention: str = "flash") -> GPT:
+BOTH = pytest.mark.parametrize("architecture", list(MODELS))
+
+
+def make_model(attention: str = "flash", architecture: str = "gpt", std: float = 0.2, **options: Any) -> nn.Module:
     """Random everywhere: as initialised, the blocks add nothing."""
     torch.manual_seed(0)
-    model = GPT(**SHAPE, attention=attention)
+    model = MODELS[architecture](**SHAPE, attention=attention, **options)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        torch.nn.init.normal_(parameter, std=std)
     return model
 
 
@@ -26,9 +32,10 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(64, shape, generator=torch.Generator().manual_seed(0))
 
 
+@BOTH
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
-def test_a_later_token_leaves_earlier_logits(attention: str) -> None:
-    model, tokens = make_model(attention), random_tokens(2, 16)
+def test_a_later_token_leaves_earlier_logits(attention: str, architecture: str) -> None:
+    model, tokens = make_model(attention, architecture), random_tokens(2, 16)
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 64
     with torch.no_grad():
@@ -37,22 +44,25 @@ def test_a_later_token_leaves_earlier_logits(attention: str) -> None:
     assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-3
 
 
-def test_both_attentions_are_the_same_function() -> None:
-    flash, sdpa = make_model("flash"), make_model("sdpa")
+@BOTH
+def test_both_attentions_are_the_same_function(architecture: str) -> None:
+    flash, sdpa = make_model("flash", architecture), make_model("sdpa", architecture)
     sdpa.load_state_dict(flash.state_dict())
     tokens = random_tokens(2, 16)
     torch.testing.assert_close(flash(tokens), sdpa(tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
-    model, tokens, targets = make_model(), random_tokens(2, 16), random_tokens(2, 16).flip(1)
+@BOTH
+def test_the_loss_is_the_cross_entropy_of_the_logits(architecture: str) -> None:
+    model, tokens, targets = make_model("flash", architecture), random_tokens(2, 16), random_tokens(2, 16).flip(1)
     log_p = model(tokens).double().log_softmax(-1)
     expected = -log_p.gather(-1, targets[..., None]).mean()
     torch.testing.assert_close(model(tokens, targets).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_new_model_finds_every_token_about_equally_likely() -> None:
-    model = GPT(**SHAPE)
+@BOTH
+def test_a_new_model_finds_every_token_about_equally_likely(architecture: str) -> None:
+    model = MODELS[architecture](**SHAPE)
     loss = model(random_tokens(2, 16), random_tokens(2, 16).flip(1))
     assert loss.item() == pytest.approx(torch.tensor(64.0).log().item(), abs=0.05)
 
@@ -63,16 +73,78 @@ def test_a_new_block_is_the_identity() -> None:
     assert all(torch.equal(block(x), x) for block in model.blocks)
 
 
-def test_gpt2_124m_has_124_million_parameters() -> None:
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("gpt2-124m", 124e6), ("gpt2-350m", 354e6), ("shakespeare-char", 10.65e6 + 256 * 384)],  # 10.65 as nanoGPT counts
+)
+def test_presets_have_their_size(name: str, size: float) -> None:
+    preset = dataclasses.replace(PRESETS[name], vocab_size=PRESETS[name].vocab_size or 65)
     with torch.device("meta"):
-        model = GPT(**model_shape(PRESETS["gpt2-124m"], "flash"))
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(124e6, rel=0.01)
+        model = MODELS[preset.architecture](**model_shape(preset, "flash"))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
+
+
+def nanogpt_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """nanoGPT's forward pass written out in float64: LayerNorm, softmax, exact GELU, learned positions, tied head."""
+    p = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+
+    def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
+
+    length, heads = tokens.size(1), SHAPE["heads"]
+    x = p["embedding.weight"][tokens] + p["position_embedding.weight"][:length]
+    hidden = torch.ones(length, length).triu(1).bool()
+    for i in range(SHAPE["layers"]):
+        block = f"blocks.{i}."
+        qkv = norm(x, p[block + "norm_1.weight"]) @ p[block + "attention.qkv.weight"].T
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -torch.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ p[block + "attention.out.weight"].T
+        up = norm(x, p[block + "norm_2.weight"]) @ p[block + "up.weight"].T
+        x = x + up * 0.5 * (1 + torch.erf(up / math.sqrt(2))) @ p[block + "down.weight"].T
+    return norm(x, p["norm.weight"]) @ p["embedding.weight"].T
 
 
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_compiles_into_one_graph(attention: str, bf16: bool) -> None:
-    model, tokens = make_model(attention), random_tokens(2, 16)
+def test_nanogpt_is_nanogpt(attention: str) -> None:
+    model, tokens = make_model(attention, "nanogpt", dropout=0.2).eval(), random_tokens(2, 16)
+    truth = nanogpt_logits(model, tokens)
+    assert (model(tokens).double() - truth).abs().max() < 1e-5 * truth.abs().max()
+
+
+def test_nanogpt_starts_as_nanogpt_does() -> None:
+    torch.manual_seed(0)
+    model = NanoGPT(layers=2, heads=2, width=128, context=64, vocab_size=64)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+            continue
+        into_the_stream = name.endswith(("out.weight", "down.weight"))
+        assert parameter.std().item() == pytest.approx(0.01 if into_the_stream else 0.02, rel=0.03), name
+
+
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+def test_dropout_is_in_all_of_nanogpts_places(attention: str) -> None:
+    """Of the embedding, of the attention's weights, and of what either half of a block adds; in training alone."""
+    model, tokens = make_model(attention, "nanogpt", dropout=0.5), random_tokens(2, 16)
+    assert sum(isinstance(module, nn.Dropout) for module in model.modules()) == 1 + SHAPE["layers"]
+    for module in model.modules():  # the attention's alone
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    first, second, kept = model(tokens), model(tokens), model.eval()(tokens)
+    assert not torch.equal(first, second) and torch.equal(kept, model(tokens))
+    for layer in (module for module in model.modules() if isinstance(module, Attention)):
+        layer.dropout = 0.0
+    torch.testing.assert_close(model.train()(tokens), kept)
+
+
+@pytest.mark.parametrize(
+    ("attention", "bf16", "architecture"),
+    [("flash", False, "gpt"), ("flash", True, "gpt"), ("sdpa", True, "gpt"), ("flash", True, "nanogpt")],
+)
+def test_compiles_into_one_graph(attention: str, bf16: bool, architecture: str) -> None:
+    model, tokens = make_model(attention, architecture), random_tokens(2, 16)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         expected, got = model(tokens, tokens), compiled(tokens, tokens)
@@ -83,7 +155,7 @@ def test_compiles_into_one_graph(attention: str, bf16: bool) -> None:
         torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
 
 
-def recomputed(model: GPT, tokens: torch.Tensor, length: int) -> torch.Tensor:
+def recomputed(model: nn.Module, tokens: torch.Tensor, length: int) -> torch.Tensor:
     """What greedy generation gives without a cache, prompt included."""
     for _ in range(length):
         with torch.no_grad():
@@ -92,31 +164,42 @@ def recomputed(model: GPT, tokens: torch.Tensor, length: int) -> torch.Tensor:
     return tokens
 
 
+@BOTH
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
 @pytest.mark.parametrize("prompt", [1, 10, 16, 20])
-def test_greedy_generation_equals_recomputation(attention: str, prompt: int) -> None:
+def test_greedy_generation_equals_recomputation(attention: str, prompt: int, architecture: str) -> None:
     """Within the context (16) and beyond it, where it slides."""
-    model, tokens = make_model(attention), random_tokens(8, prompt)
+    model, tokens = make_model(attention, architecture), random_tokens(8, prompt)
     for parameter in model.blocks.parameters():
         torch.nn.init.normal_(parameter)  # large, or the likeliest token is always the one before
     expected = recomputed(model, tokens, 24)
     assert len(expected[:, prompt:].unique()) > 10
-    assert torch.equal(torch.cat([tokens, *model.generate(tokens, 24, temperature=0)], 1), expected)
+    assert torch.equal(torch.cat([tokens, *generate(model, tokens, 24, temperature=0)], 1), expected)
 
 
 def test_generation_reads_each_token_once_until_the_context_is_full() -> None:
     model, read = make_model(), []
     model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
-    assert len(list(model.generate(random_tokens(1, 10), 9))) == 9
+    assert len(list(generate(model, random_tokens(1, 10), 9))) == 9
     assert read == [10, 1, 1, 1, 1, 1, 1, 16, 16]
 
 
-def test_qk_clip_takes_the_place_of_qk_norm() -> None:
-    model = GPT(**SHAPE, qk_clip=True)
+@BOTH
+def test_qk_clip_takes_the_place_of_qk_norm(architecture: str) -> None:
+    model = MODELS[architecture](**SHAPE, qk_clip=True)
     QKClip(model, torch.optim.SGD(model.parameters()))
-    assert not any(name.endswith("norm.weight") for name, _ in model.named_parameters())
+    assert not any(name.endswith(("q_norm.weight", "k_norm.weight")) for name, _ in model.named_parameters())
     with pytest.raises(ValueError, match="QK-clip needs attention='flash'"):
-        GPT(**SHAPE, attention="sdpa", qk_clip=True)
+        MODELS[architecture](**SHAPE, attention="sdpa", qk_clip=True)
+
+
+def test_logits_for_qk_clip_come_from_training_alone() -> None:
+    model = make_model(qk_clip=True)
+    layer = model.blocks[0].attention
+    model.eval()(random_tokens(2, 16))
+    assert layer.max_logits.isneginf().all()
+    model.train()(random_tokens(2, 16))
+    assert layer.max_logits.isfinite().all()
 
 
 def test_sampling_follows_temperature_and_top_k() -> None:
@@ -153,23 +236,3 @@ def test_nucleus() -> None:
         assert sample(logits, 1.0, None, top_p, generator).unique().tolist() == list(range(kept))
     assert sample(logits, 1.0, 2, 0.9, generator).unique().tolist() == [0, 1]
     assert sample(logits, 1.0, 2, 0.6, generator).unique().tolist() == [0]  # of the two, 2/3
-
-
-def test_checkpoint_round_trip(tmp_path: Path) -> None:
-    model, tokens = make_model(), random_tokens(2, 16)
-    checkpoint.save(tmp_path / "model.pt", model, SHAPE | {"attention": "flash"}, step=3)
-    again = checkpoint.load(tmp_path / "model.pt", torch.device("cpu"))
-    assert torch.equal(model(tokens), again(tokens))
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
-    assert torch.load(tmp_path / "model.pt", weights_only=True)["step"] == 3
-
-
-def test_a_truncated_or_foreign_checkpoint_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    checkpoint.save(path, make_model(), SHAPE | {"attention": "flash"}, step=3)
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="not a model"):
-        checkpoint.load(path, torch.device("cpu"))
-    torch.save({"weights": torch.zeros(3)}, path)
-    with pytest.raises(UserError, match="not a model"):
-        checkpoint.load(path, torch.device("cpu"))
