@@ -49,7 +49,7 @@ def why_not_hopper(q: Tensor, options: Options, with_max_logits: bool) -> str | 
 
 
 def runs_on_hopper(backend: str, q: Tensor, v: Tensor, options: Options, with_max_logits: bool) -> bool:
-    """Whether the forward of backend "auto", "hopper" or "triton" is the Gluon kernel's; without work it is nobody's."""
+    """Whether the forward of backend "auto", "hopper" or "triton" is the Gluon kernel's; without work, nobody's."""
     if backend == "triton" or q.numel() == 0 or v.numel() == 0:
         return False
     if backend == "hopper":

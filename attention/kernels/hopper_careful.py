@@ -1,0 +1,116 @@
+"""NaN and inf in values that not all queries of a tile see: Hopper's forward once more, slowly, for such tiles."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from .common import LN_2
+from .hopper_schedule import key_limits, walk
+from .hopper_softmax import count_sink, softmax
+
+ROWS = gl.constexpr(64)  # queries of a group of four warps
+CAREFUL = gl.constexpr(16)  # keys at a time
+
+
+@gluon.jit
+def _load_rows(rows, entry, head, start, length, first_d, D: gl.constexpr, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
+    """NUMBER positions of what `pointer` returned, zeros behind the last one."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    unit: gl.constexpr = 8  # 16 bytes
+    ptr = rows[0] + gl.cast(entry, gl.int64) * rows[1] * unit + gl.cast(head, gl.int64) * rows[2] * unit
+    offs_s = gl.arange(0, NUMBER, gl.SliceLayout(1, layout))
+    offs_d = first_d + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    offsets = (start + offs_s)[:, None].to(gl.int64) * (gl.cast(rows[3], gl.int64) * unit) + offs_d[None, :]
+    mask = (offs_s[:, None] < length - start) & (offs_d[None, :] < D)
+    return gl.load(ptr + offsets, mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV: gl.constexpr):
+    layout: gl.constexpr = out.type.layout
+    offs_m = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
+    ptr = out_ptr + ((gl.cast(entry, gl.int64) * seqlen_q + first_q) * heads_q + head) * DV
+    offsets = offs_m[:, None].to(gl.int64) * (heads_q * DV) + offs_d[None, :]
+    mask = (offs_m[:, None] < length_q) & (offs_d[None, :] < DV)
+    gl.store(ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _attend_carefully(
+    entry, head, row0, lengths, problem, q_rows, k_rows, v_rows, limits, begin, end, scales,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """A group's result before the division, its maxima and sums, in small pieces: a value that isn't finite counts as 0
+    where it isn't seen and as NaN where it is."""
+    PART: gl.constexpr = 64  # of the head's width, because of the registers
+    left_side: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right_side: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    first_q, length_q, first_k, length_k = lengths
+    _, group, _, _, _, _, _, _, _, _, _ = problem
+    head_k = head // group
+    left, right = limits
+    row_max = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    row_sum = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, layout))
+    acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
+    for start_n in range(begin, end, CAREFUL):
+        s = gl.zeros((ROWS, CAREFUL), gl.float32, layout)
+        for d in gl.static_range(0, BLOCK_D, PART):
+            q = _load_rows(q_rows, entry, head, first_q + row0, first_q + length_q, d, D, ROWS, PART)
+            k = _load_rows(k_rows, entry, head_k, first_k + start_n, first_k + length_k, d, D, CAREFUL, PART)
+            k_turned = gl.convert_layout(k.permute((1, 0)), right_side)
+            s = mma_v2(gl.convert_layout(q, left_side), k_turned, s)
+        p, row_max, row_sum, rescale = softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT, True)
+        v = _load_rows(v_rows, entry, head_k, first_k + start_n, first_k + length_k, 0, DV, CAREFUL, BLOCK_DV)
+        is_finite = gl.abs(v.to(gl.float32)) < float("inf")
+        spoiled = gl.convert_layout(gl.min(is_finite.to(gl.int32), 1), gl.SliceLayout(0, layout)) == 0
+        keys = start_n + gl.arange(0, CAREFUL, gl.SliceLayout(0, layout))
+        sees_spoiled = (keys[None, :] <= right[:, None]) & spoiled[None, :]
+        if BOUND_LEFT:
+            sees_spoiled = sees_spoiled & (keys[None, :] >= left[:, None])
+        p = gl.convert_layout(gl.where(sees_spoiled, float("nan"), p).to(v.dtype), left_side)
+        acc = mma_v2(p, gl.convert_layout(gl.where(is_finite, v, 0.0), right_side), acc * rescale[:, None])
+    return acc, row_max, row_sum
+
+
+@gluon.jit
+def repair(
+    place, lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
+    WHICH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """This group's queries of a tile once more, with care, if an lse of NaN marks any of them."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    batch, head, start_m = place
+    first_q, length_q, _, length_k = lengths
+    heads_q, _, seqlen_q, _, _, _, _, _, _, cu_q_ptr, _ = problem
+    entry = 0 if cu_q_ptr is not None else batch
+    row0 = start_m + WHICH * ROWS
+    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    lse_ptr += (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
+    lse = gl.load(lse_ptr + rows, mask=rows < length_q, other=0.0)
+    if gl.max((lse != lse).to(gl.int32), 0) != 0:
+        last, right, full, left = walk(
+            row0, length_q, length_k, problem, 2**24, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
+        )
+        limits = key_limits(rows, length_q, length_k, problem, BOUND_RIGHT)
+        acc, row_max, row_sum = _attend_carefully(
+            entry, head, row0, lengths, problem, q_rows, k_rows, v_rows, limits,
+            (last - right - full - left) * BLOCK_N, (last + 1) * BLOCK_N, scales,
+            D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, layout,
+        )  # fmt: skip
+        acc, row_max, row_sum = count_sink(acc, row_max, row_sum, sinks_ptr, head)
+        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+        gl.store(lse_ptr + rows, (row_max + gl.log2(row_sum)) * LN_2, mask=rows < length_q)
+        store_rows(out_ptr, acc / row_sum[:, None], entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
+
+
+@gluon.jit
+def await_writes(x):
+    """Until the copy engine's writes are in memory; `tma.store_wait` returns when it has read what it writes."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )

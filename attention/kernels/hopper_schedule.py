@@ -1,0 +1,82 @@
+"""Which queries and keys a program of Hopper's forward works on, and in which order."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .common import key_tiles, locate
+
+
+@gluon.jit
+def count_rounds(num_tiles):
+    """How many tiles this program has."""
+    number = num_tiles // gl.num_programs(0)
+    return number + (1 if tile_of_round(number) < num_tiles else 0)
+
+
+@gluon.jit
+def tile_of_round(count):
+    """This program's tile in a round. Every second one is dealt backwards, which evens out work that decreases."""
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    return count * programs + (programs - 1 - pid if count & 1 else pid)
+
+
+@gluon.jit
+def place_of_tile(t, problem, BLOCK_M: gl.constexpr):
+    """Which sequence, head and first query tile t is of. The heads of a section, whose keys and values fit into L2, go
+    together.
+
+    Under a causal mask the last queries see the most. They go first in every second section, the last one included,
+    and last in the others, so that no program gets the longer tiles of every section.
+    """
+    heads_q, _, _, _, num_m, section, num_heads, _, _, _, _ = problem
+    number = t // (section * num_m)
+    heads = gl.minimum(section, num_heads - number * section)
+    rest = t - number * section * num_m
+    m = rest // heads
+    is_descending = (gl.cdiv(num_heads, section) - number) & 1
+    start_m = (num_m - 1 - m if is_descending else m) * BLOCK_M
+    batch_head = number * section + rest % heads
+    return batch_head // heads_q, batch_head % heads_q, start_m
+
+
+@gluon.jit
+def locate_both(batch, problem):
+    """Where the queries and the keys of a sequence start, and how many they are."""
+    _, _, seqlen_q, seqlen_k, _, _, _, _, _, cu_q_ptr, cu_k_ptr = problem
+    first_q, length_q = locate(cu_q_ptr, batch, seqlen_q)
+    first_k, length_k = locate(cu_k_ptr, batch, seqlen_k)
+    return first_q, length_q, first_k, length_k
+
+
+@gluon.jit
+def walk(start_m, length_q, length_k, problem, limit, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+          BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr):  # fmt: skip
+    """The tile of keys to begin with, at most `limit`, and how many follow to its left: masked, seen by all these
+    queries, masked again. Queries without keys get one tile, all of it masked."""
+    _, _, _, _, _, _, _, window_left, window_right, _, _ = problem
+    shift_left = length_k - length_q - window_left
+    shift_right = length_k - length_q + window_right
+    begin, full_begin, full_end, end = key_tiles(
+        start_m, length_q, length_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT, False
+    )  # fmt: skip
+    if start_m >= length_q:
+        end = begin
+    begin, full_begin, full_end = gl.minimum(begin // BLOCK_N, limit), full_begin // BLOCK_N, full_end // BLOCK_N
+    last = gl.minimum(gl.maximum((end + BLOCK_N - 1) // BLOCK_N - 1, begin), limit)
+    right = gl.maximum(last - full_end, 0)
+    full = gl.maximum(gl.minimum(last, full_end) - full_begin, 0)
+    left = gl.maximum(gl.minimum(last, full_begin) - begin, 0)
+    return last, right, full, left
+
+
+@gluon.jit
+def key_limits(rows, length_q, length_k, problem, BOUND_RIGHT: gl.constexpr):
+    """Query i sees key j when left_i <= j <= right_i."""
+    _, _, _, _, _, _, _, window_left, window_right, _, _ = problem
+    right = gl.full(rows.shape, length_k - 1, gl.int32, rows.type.layout)
+    if BOUND_RIGHT:
+        right = gl.minimum(right, rows + (length_k - length_q + window_right))
+    return rows + (length_k - length_q - window_left), right
