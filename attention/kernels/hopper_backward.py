@@ -1,0 +1,304 @@
+"""FlashAttention's backward for Hopper in Gluon: warp-specialised, one pass over the keys with five products.
+
+A program owns a tile of keys. One warp copies tiles of queries and of their gradient into rings in shared memory; two
+groups of four warps compute, for the tile of queries at hand (arXiv:2407.08608, and `backward` for the formulas),
+    Pᵀ = exp(scale k qᵀ - lse),   dPᵀ = v dOᵀ,   dSᵀ = Pᵀ ∘ (dPᵀ - delta),
+    dv += Pᵀ dO,   dk += dSᵀ q,   dq += dS k.
+Transposed, Pᵀ and dSᵀ come out in the registers from which the next products read them. The next tile's scores are
+multiplied while this one's exponentials, its gradient of scores and its share of dq are on their way. Shares of dq are
+added up in memory in fp32, in the order in which the threads hold them, and put in order by a last kernel.
+
+The portable twin is ``backward.py``; the torch twin is `attention.reference.tiled_backward`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..reference import Options
+from .common import LOG2_E, on_device_of
+
+# Names that Triton 3.6 has otherwise than its successors.
+load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+SIZES = ["heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q", "tiles_k"]
+
+
+@gluon.jit
+def _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+           BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr):  # fmt: skip
+    """The first tile of queries that sees these keys; how many tiles of one head need the mask, how many don't; after
+    how many of the first the second lie. Key j is seen by queries from j - shift_right to j - shift_left."""
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    begin = 0
+    full_begin = 0
+    full_end = end
+    if BOUND_RIGHT:
+        begin = gl.minimum(gl.maximum(start_n - shift_right, 0) // BLOCK_M, end - 1)
+        full_begin = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - shift_right, 0), BLOCK_M)
+    if BOUND_LEFT:
+        last = gl.maximum(gl.minimum(start_n + BLOCK_N, seqlen_k) - shift_left, 0)
+        end = gl.minimum(end, gl.cdiv(last, BLOCK_M))
+        full_end = gl.minimum(end, gl.maximum(start_n - shift_left + 1, 0) // BLOCK_M)
+    end = gl.maximum(end, begin + 1)  # whoever sees nothing still writes its zeros
+    # Keys past the end are masked, lest their weights overflow.
+    full_end = gl.where(start_n + BLOCK_N > seqlen_k, begin, gl.maximum(full_end, begin))
+    full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
+    full = full_end - full_begin
+    return begin, end - begin - full, full, full_begin - begin
+
+
+@gluon.jit
+def _place(step, begin, masked, full, before, group):
+    """The head of the group and the tile of queries of a step: all heads' tiles with a mask, then all others."""
+    if step < group * masked:
+        head = step // masked
+        tile = step % masked
+        tile = begin + gl.where(tile < before, tile, tile + full)
+    else:
+        rest = step - group * masked
+        head = rest // full
+        tile = begin + before + rest % full
+    return head, tile
+
+
+@gluon.jit
+def _copy(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring,
+    kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    begin, masked, full, before = steps
+    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    load(k_desc, [batch, head, start_n, 0], kv_full, k_tile)
+    load(v_desc, [batch, head, start_n, 0], kv_full, v_tile)
+    total = group * (masked + full)
+    for i in range(total):
+        member, tile = _place(i, begin, masked, full, before, group)
+        head_q = head * group + member
+        start_m = tile * BLOCK_M
+        row = batch * heads_k * group + head_q
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+        load(q_desc, [batch, head_q, start_m, 0], q_full.index(stage), q_ring.index(stage))
+        load(lse_desc, [row, start_m], q_full.index(stage), lse_ring.index(stage))
+        mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        load(do_desc, [batch, head_q, start_m, 0], do_full.index(stage), do_ring.index(stage))
+        load(delta_desc, [row, start_m], do_full.index(stage), delta_ring.index(stage))
+    # The scores after the last are multiplied too, of zeros.
+    stage = total % STAGES
+    mbarrier.wait(empty.index(stage), (total // STAGES & 1) ^ 1)
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+    load(q_desc, [batch, head, q_desc.shape[2], 0], q_full.index(stage), q_ring.index(stage))
+
+
+@gluon.jit
+def _add_dq(dq_ptr, place, dq, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """Adds dq (BLOCK_M, D) to a tile in memory, whose order makes of a thread's registers groups of 16 bytes."""
+    address = (dq_ptr + place.to(gl.int64) * (BLOCK_M * D)).to(gl.int64, bitcast=True)
+    # Hides the sum, of which the compiler would keep eight variants with invariant terms in registers.
+    address = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], dtype=gl.int64, is_pure=True, pack=1)
+    dq_ptr = gl.multiple_of(address.to(dq_ptr.dtype, bitcast=True), 16)
+    # Rows: warp, half, lane; columns: register, lane, pair.
+    parts = dq.reshape([BLOCK_M // 16, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+    flat = parts.reshape([BLOCK_M * D])
+    offs = gl.arange(0, BLOCK_M * D, layout=flat.type.layout)
+    gl.atomic_add(dq_ptr + offs, flat, sem="relaxed")
+
+
+@gluon.jit
+def _step(
+    i, s, dk, dv, q_ring, k, v, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty, dq_ptr, place,
+    start_m, start_n, seqlen_k, shift_left, shift_right, unit_scale,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries; returns the scores of the next, too."""
+    stage = i % STAGES
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    operand: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
+    q = q_ring.index(stage).reshape([BLOCK_M, D])
+    do = do_ring.index(stage).reshape([BLOCK_M, D])
+
+    mbarrier.wait(do_full.index(stage), i // STAGES & 1, deps=[do_ring])
+    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    p = gl.exp2(s * unit_scale - lse[None, :])
+    if MASKED:
+        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))[:, None]
+        offs_m = start_m + gl.arange(0, BLOCK_M, columns)[None, :]
+        visible = offs_n < seqlen_k
+        if BOUND_RIGHT:
+            visible = visible & (offs_n <= offs_m + shift_right)
+        if BOUND_LEFT:
+            visible = visible & (offs_n >= offs_m + shift_left)
+        p = gl.where(visible, p, 0.0)
+    # From here on only the rounded weights are kept: there are no registers for both.
+    p = gl.convert_layout(p.to(q_ring.dtype), operand)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    ds = (gl.convert_layout(p, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])).to(q_ring.dtype)
+    ds_operand = gl.convert_layout(ds, operand)
+    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    # An operand in registers is named here so that it stays there as long.
+    dv, p = warpgroup_mma_wait(1, deps=[dv, p])
+
+    ds_tile.store(ds)
+    fence_async_shared()
+    barrier()
+    zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
+    dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+
+    next_stage = (i + 1) % STAGES
+    mbarrier.wait(q_full.index(next_stage), (i + 1) // STAGES & 1, deps=[q_ring])
+    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+    next_q = q_ring.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0))
+    next_s = warpgroup_mma(k, next_q, zeros, use_acc=False, is_async=True)
+
+    dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
+    barrier()  # every warp is done with this tile, and with dS
+    mbarrier.arrive(empty.index(stage))
+    _add_dq(dq_ptr, place, dq, BLOCK_M, D)
+    # The assembler can't leave a product on its way from one iteration to the next.
+    next_s = warpgroup_mma_wait(0, deps=[next_s])
+    return next_s, dk, dv
+
+
+@gluon.jit
+def _write(x_desc, x, tile, batch, head, start):
+    """A tile of the result by way of shared memory."""
+    tile.reshape([x.shape[0], x.shape[1]]).store(x.to(x_desc.dtype))
+    fence_async_shared()
+    barrier()
+    store(x_desc, [batch, head, start, 0], tile)
+
+
+@gluon.jit
+def _multiply(
+    dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile,
+    kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps, tiles_q, seqlen_k,
+    shift_left, shift_right, scale,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_M, 16])
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=[BLOCK_M // 16, 128 // BLOCK_M], instr_shape=[16, D * BLOCK_M // 128, 16]
+    )
+    begin, masked, full, before = steps
+    first = (batch * heads_k + head) * group * tiles_q + begin
+    unit_scale = scale * LOG2_E
+    k = k_tile.reshape([BLOCK_N, D])
+    v = v_tile.reshape([BLOCK_N, D])
+    dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+    dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+    mbarrier.wait(kv_full, 0, deps=[k_tile, v_tile])
+    mbarrier.wait(q_full.index(0), 0, deps=[q_ring])
+    q = q_ring.index(0).reshape([BLOCK_M, D])
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    # The place of a tile is counted on, without a division: `place` in the heads' tiles of dq, `tile` in one head's.
+    place = first
+    tile = 0
+    for i in range(group * masked):
+        start_m = (begin + tile) * BLOCK_M
+        s, dk, dv = _step(
+            i, s, dk, dv, q_ring, k, v, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty,
+            dq_ptr, place, start_m, start_n, seqlen_k, shift_left, shift_right,
+            unit_scale, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT, BOUND_RIGHT, True,
+        )  # fmt: skip
+        move = gl.where(tile + 1 == before, full + 1, 1)
+        move = gl.where(tile + move == masked + full, move + tiles_q - masked - full, move)
+        place += move
+        tile = gl.where(move > full + 1, 0, tile + move)
+    place = first + before
+    tile = 0
+    for i in range(group * masked, group * (masked + full)):
+        s, dk, dv = _step(
+            i, s, dk, dv, q_ring, k, v, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty,
+            dq_ptr, place, 0, start_n, seqlen_k, shift_left, shift_right,
+            unit_scale, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT, BOUND_RIGHT, False,
+        )  # fmt: skip
+        tile += 1
+        place += gl.where(tile == full, tiles_q - full + 1, 1)
+        tile = gl.where(tile == full, 0, tile)
+    barrier()
+    _write(dk_desc, dk * scale, k_tile, batch, head, start_n)
+    _write(dv_desc, dv, v_tile, batch, head, start_n)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def _grad_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr,
+    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, scale,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    # Under a causal mask the first keys are seen by the most queries: they go first.
+    pid = gl.program_id(0)
+    start_n = pid % tiles_k * BLOCK_N
+    batch = pid // tiles_k // heads_k
+    head = pid // tiles_k % heads_k
+    steps = _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
+
+    dtype: gl.constexpr = q_desc.dtype
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, D], v_desc.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile,
+                kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps, tiles_q,
+                seqlen_k, shift_left, shift_right, scale, D, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+            )),
+            (_copy, (
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring,
+                delta_ring, kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps,
+                BLOCK_M, STAGES,
+            )),
+        ],
+        [1],  # warps of the copying role; the other has the kernel's
+        [24],  # their registers
+    )  # fmt: skip
