@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..reference import Options
-from .common import LOG2_E, on_device_of
+from ..reference import Options, sink_gradient
+from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
 
 # Names that Triton 3.6 has otherwise than its successors.
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -66,34 +66,20 @@ def _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M: gl.con
 
 
 @gluon.jit
-def _place(step, begin, masked, full, before, group):
-    """The head of the group and the tile of queries of a step: all heads' tiles with a mask, then all others."""
-    if step < group * masked:
-        head = step // masked
-        tile = step % masked
-        tile = begin + gl.where(tile < before, tile, tile + full)
-    else:
-        rest = step - group * masked
-        head = rest // full
-        tile = begin + before + rest % full
-    return head, tile
-
-
-@gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring,
     kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    begin, masked, full, before = steps
+    begin, masked, full, _ = steps
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load(k_desc, [batch, head, start_n, 0], kv_full, k_tile)
-    load(v_desc, [batch, head, start_n, 0], kv_full, v_tile)
-    total = group * (masked + full)
+    load(k_desc, [batch, head, start_n, 0], kv_full, k_tile.index(0))
+    load(v_desc, [batch, head, start_n, 0], kv_full, v_tile.index(0))
+    count = masked + full
+    total = group * count
     for i in range(total):
-        member, tile = _place(i, begin, masked, full, before, group)
-        head_q = head * group + member
-        start_m = tile * BLOCK_M
+        head_q = head * group + i // count
+        start_m = (begin + i % count) * BLOCK_M
         row = batch * heads_k * group + head_q
         stage = i % STAGES
         mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
@@ -126,11 +112,11 @@ def _add_dq(dq_ptr, place, dq, BLOCK_M: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _step(
-    i, s, dk, dv, q_ring, k, v, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty, dq_ptr, place,
-    start_m, start_n, seqlen_k, shift_left, shift_right, unit_scale,
+    i, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty, dq_ptr, place,
+    start_m, start_n, masked, seqlen_k, shift_left, shift_right, unit_scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, MASKED: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries; returns the scores of the next, too."""
     stage = i % STAGES
@@ -138,6 +124,9 @@ def _step(
     operand: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
     q = q_ring.index(stage).reshape([BLOCK_M, D])
     do = do_ring.index(stage).reshape([BLOCK_M, D])
+    # An index that is always 0, lest the assembler keep every address in registers over the loop and spill them.
+    k = k_tile.index(i >> 30).reshape([BLOCK_N, D])
+    v = v_tile.index(i >> 30).reshape([BLOCK_N, D])
 
     mbarrier.wait(do_full.index(stage), i // STAGES & 1, deps=[do_ring])
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
@@ -145,7 +134,7 @@ def _step(
 
     lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
     p = gl.exp2(s * unit_scale - lse[None, :])
-    if MASKED:
+    if masked:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))[:, None]
         offs_m = start_m + gl.arange(0, BLOCK_M, columns)[None, :]
         visible = offs_n < seqlen_k
@@ -154,17 +143,16 @@ def _step(
         if BOUND_LEFT:
             visible = visible & (offs_n >= offs_m + shift_left)
         p = gl.where(visible, p, 0.0)
-    # From here on only the rounded weights are kept: there are no registers for both.
-    p = gl.convert_layout(p.to(q_ring.dtype), operand)
-    dv = warpgroup_mma(p, do, dv, is_async=True)
+    p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
 
     dp = warpgroup_mma_wait(1, deps=[dp])
     delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
-    ds = (gl.convert_layout(p, S_LAYOUT).to(gl.float32) * (dp - delta[None, :])).to(q_ring.dtype)
+    ds = (p * (dp - delta[None, :])).to(q_ring.dtype)
     ds_operand = gl.convert_layout(ds, operand)
     dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
     # An operand in registers is named here so that it stays there as long.
-    dv, p = warpgroup_mma_wait(1, deps=[dv, p])
+    dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
 
     ds_tile.store(ds)
     fence_async_shared()
@@ -212,8 +200,7 @@ def _multiply(
     begin, masked, full, before = steps
     first = (batch * heads_k + head) * group * tiles_q + begin
     unit_scale = scale * LOG2_E
-    k = k_tile.reshape([BLOCK_N, D])
-    v = v_tile.reshape([BLOCK_N, D])
+    k = k_tile.index(0).reshape([BLOCK_N, D])
     dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
     dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
@@ -225,31 +212,19 @@ def _multiply(
     # The place of a tile is counted on, without a division: `place` in the heads' tiles of dq, `tile` in one head's.
     place = first
     tile = 0
-    for i in range(group * masked):
-        start_m = (begin + tile) * BLOCK_M
+    for i in range(group * (masked + full)):
+        is_masked = (tile < before) | (tile >= before + full)
         s, dk, dv = _step(
-            i, s, dk, dv, q_ring, k, v, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty,
-            dq_ptr, place, start_m, start_n, seqlen_k, shift_left, shift_right,
-            unit_scale, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT, BOUND_RIGHT, True,
-        )  # fmt: skip
-        move = gl.where(tile + 1 == before, full + 1, 1)
-        move = gl.where(tile + move == masked + full, move + tiles_q - masked - full, move)
-        place += move
-        tile = gl.where(move > full + 1, 0, tile + move)
-    place = first + before
-    tile = 0
-    for i in range(group * masked, group * (masked + full)):
-        s, dk, dv = _step(
-            i, s, dk, dv, q_ring, k, v, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty,
-            dq_ptr, place, 0, start_n, seqlen_k, shift_left, shift_right,
-            unit_scale, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT, BOUND_RIGHT, False,
+            i, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty,
+            dq_ptr, place, (begin + tile) * BLOCK_M, start_n, is_masked, seqlen_k, shift_left, shift_right,
+            unit_scale, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT, BOUND_RIGHT,
         )  # fmt: skip
         tile += 1
-        place += gl.where(tile == full, tiles_q - full + 1, 1)
-        tile = gl.where(tile == full, 0, tile)
+        place += gl.where(tile == masked + full, tiles_q - masked - full + 1, 1)
+        tile = gl.where(tile == masked + full, 0, tile)
     barrier()
-    _write(dk_desc, dk * scale, k_tile, batch, head, start_n)
-    _write(dv_desc, dv, v_tile, batch, head, start_n)
+    _write(dk_desc, dk * scale, k_tile.index(0), batch, head, start_n)
+    _write(dv_desc, dv, v_tile.index(0), batch, head, start_n)
     tma.store_wait(0)
 
 
@@ -270,8 +245,8 @@ def _grad_kernel(
     dtype: gl.constexpr = q_desc.dtype
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
-    k_tile = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, D], k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, D], v_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, D], v_desc.layout)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -302,3 +277,132 @@ def _grad_kernel(
         [1],  # warps of the copying role; the other has the kernel's
         [24],  # their registers
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
+def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, delta_ptr, dq_ptr, heads, seqlen, tiles,
+                    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Rows of a head's delta = Σ dO O - dlse and of its lse in units of ln 2, both padded to whole tiles; dq = 0.
+
+    Queries past the end, and those that see no key, get an lse of inf, and so weights of 0.
+    """
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < seqlen
+    out = load_tile(out_rows, batch, head, tile * BLOCK_M, seqlen, BLOCK_M, D, BLOCK_D, False)
+    do = load_tile(do_rows, batch, head, tile * BLOCK_M, seqlen, BLOCK_M, D, BLOCK_D, False)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    row = tl.cast(batch_head, tl.int64) * seqlen
+    lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf"))
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row + offs_m, mask=mask_m, other=0.0)
+    padded = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(unit_lse_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E))
+    tl.store(delta_ptr + padded, delta)
+    dq_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
+    tl.store(dq_ptr + tl.arange(0, BLOCK_M * BLOCK_D), tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
+def _finish_kernel(sums_ptr, dq_ptr, heads, seqlen, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_D: tl.constexpr):  # fmt: skip
+    """Scales dq, rounds it and puts it in the usual order, the inverse of that of `_add_dq`."""
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sums_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
+    sums = tl.load(sums_ptr + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
+    parts = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2)
+    dq = parts.permute((0, 4, 2, 1, 3, 5)).reshape(BLOCK_M, BLOCK_D)
+    dq_ptr += (tl.cast(batch_head // heads, tl.int64) * seqlen * heads + batch_head % heads) * D
+    store_tile(dq_ptr, dq, tile * BLOCK_M, seqlen, heads * D, BLOCK_M, D, BLOCK_D)
+
+
+class Tile(NamedTuple):
+    """One program's share of the scores, and how many tiles of queries are in shared memory at once."""
+
+    block_m: int  # queries
+    block_n: int  # keys
+    stages: int
+
+
+TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2)}  # by padded head width
+
+
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
+    """Whether `backward` can run these inputs, on the GPU and with the options they have."""
+    plain = all(x is None for x in (options.softcap, options.slopes, options.mask, options.seed, options.cu_seqlens_q))
+    width = q.shape[3]
+    return (
+        plain
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and v.shape[3] == width
+        and 32 < width <= 128
+        and width % 8 == 0
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
+
+
+def backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v and the sinks, of inputs that it `supports`, none of them empty."""
+    grad_out, q, k, v, out = (loadable(x) for x in (grad_out, q, k, v, out))
+    lse = lse.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    batch, seqlen_q, heads_q, width = q.shape
+    seqlen_k, heads_k = k.shape[1:3]
+    block_d = 64 if width <= 64 else 128
+    block_m, block_n, stages = tile = tile or TILES[block_d]
+    tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
+    rows = batch * heads_q
+    unit_lse = lse.new_empty(rows, tiles_q * block_m)
+    delta = torch.empty_like(unit_lse)
+    sums = lse.new_empty(rows * tiles_q * block_m * block_d)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    widths = {"D": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
+    shift = seqlen_k - seqlen_q
+    with on_device_of(q):
+        _prepare_kernel[(rows * tiles_q,)](
+            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, delta, sums, heads_q, seqlen_q, tiles_q, **widths,
+        )  # fmt: skip
+        _grad_kernel[(batch * heads_k * tiles_k,)](
+            describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
+            describe(grad_out, block_m, block_d), describe_rows(unit_lse, block_m), describe_rows(delta, block_m),
+            describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums,
+            heads_k, heads_q // heads_k, seqlen_q, seqlen_k, shift - (options.window_left or 0),
+            shift + (options.window_right or 0), tiles_q, tiles_k, options.scale,
+            D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
+            BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None, num_warps=8,
+        )  # fmt: skip
+        _finish_kernel[(rows * tiles_q,)](sums, dq, heads_q, seqlen_q, tiles_q, options.scale, **widths)
+    delta = delta.view(batch, heads_q, -1)[..., :seqlen_q]
+    return dq, dk, dv, sink_gradient(options.sinks, lse, delta)
+
+
+def describe(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """x (B, S, H, D), loadable, 16 bits an element, as (B, H, S, D) in tiles of `rows` positions of one head."""
+    batch, seqlen, heads, head_dim = x.shape
+    stride_b, stride_s, stride_h, _ = x.stride()
+    shape, strides = [batch, heads, seqlen, head_dim], [stride_b, stride_h, stride_s, 1]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, width], _layout(1, 1, rows, width))
+
+
+def describe_rows(x: torch.Tensor, width: int) -> TensorDescriptor:
+    """x (rows, length), contiguous, 32 bits an element, in pieces of one row."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, width], _layout(1, width, bits=32))
+
+
+@functools.cache
+def _layout(*block: int, bits: int = 16) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float32 if bits == 32 else gl.float16)
