@@ -38,7 +38,7 @@ load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-SIZES = ["heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q", "tiles_k"]
+SIZES = ["heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q"]
 
 
 @gluon.jit
@@ -127,6 +127,7 @@ def _step(
     # An index that is always 0, lest the assembler keep every address in registers over the loop and spill them.
     k = k_tile.index(i >> 30).reshape([BLOCK_N, D])
     v = v_tile.index(i >> 30).reshape([BLOCK_N, D])
+    ds_tile = ds_tile.index(i >> 30)
 
     mbarrier.wait(do_full.index(stage), i // STAGES & 1, deps=[do_ring])
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
@@ -169,6 +170,7 @@ def _step(
     dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
     barrier()  # every warp is done with this tile, and with dS
     mbarrier.arrive(empty.index(stage))
+    barrier()  # else the compiler puts one behind the next scores
     _add_dq(dq_ptr, place, dq, BLOCK_M, D)
     # The assembler can't leave a product on its way from one iteration to the next.
     next_s = warpgroup_mma_wait(0, deps=[next_s])
@@ -231,15 +233,14 @@ def _multiply(
 @gluon.jit(do_not_specialize=SIZES)
 def _grad_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr,
-    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, scale,
+    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first keys are seen by the most queries: they go first.
-    pid = gl.program_id(0)
-    start_n = pid % tiles_k * BLOCK_N
-    batch = pid // tiles_k // heads_k
-    head = pid // tiles_k % heads_k
+    start_n = gl.program_id(0) * BLOCK_N
+    head = gl.program_id(1)
+    batch = gl.program_id(2)
     steps = _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
 
     dtype: gl.constexpr = q_desc.dtype
@@ -250,7 +251,7 @@ def _grad_kernel(
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    ds_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    ds_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], DS_LAYOUT)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -341,6 +342,7 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         and v.shape[3] == width
         and 32 < width <= 128
         and width % 8 == 0
+        and max(q.shape[0], k.shape[2]) < 2**16  # limits of a grid
         and torch.cuda.get_device_capability(q.device)[0] == 9
     )
 
@@ -364,7 +366,7 @@ def backward(
     seqlen_k, heads_k = k.shape[1:3]
     block_d = 64 if width <= 64 else 128
     block_m, block_n, stages = tile = tile or TILES[block_d]
-    tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
+    tiles_q = triton.cdiv(seqlen_q, block_m)
     rows = batch * heads_q
     unit_lse = lse.new_empty(rows, tiles_q * block_m)
     delta = torch.empty_like(unit_lse)
@@ -376,12 +378,12 @@ def backward(
         _prepare_kernel[(rows * tiles_q,)](
             pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, delta, sums, heads_q, seqlen_q, tiles_q, **widths,
         )  # fmt: skip
-        _grad_kernel[(batch * heads_k * tiles_k,)](
+        _grad_kernel[(triton.cdiv(seqlen_k, block_n), heads_k, batch)](
             describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
             describe(grad_out, block_m, block_d), describe_rows(unit_lse, block_m), describe_rows(delta, block_m),
             describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums,
             heads_k, heads_q // heads_k, seqlen_q, seqlen_k, shift - (options.window_left or 0),
-            shift + (options.window_right or 0), tiles_q, tiles_k, options.scale,
+            shift + (options.window_right or 0), tiles_q, options.scale,
             D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
             BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None, num_warps=8,
         )  # fmt: skip
