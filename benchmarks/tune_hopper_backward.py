@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -30,13 +31,15 @@ from attention.kernels.hopper_backward import Tile
 from attention.reference import Options, dense
 
 CANDIDATES = {
-    64: [Tile(128, 128, 2), Tile(64, 128, 2), Tile(64, 128, 3)],
-    128: [Tile(64, 128, 2), Tile(64, 128, 3)],
+    64: [Tile(128, 128, 2), Tile(128, 128, 2, True), Tile(64, 128, 2), Tile(64, 128, 2, True)],
+    128: [Tile(64, 128, 2), Tile(64, 128, 2, True)],
+    256: [Tile(64, 64, 2)],
 }
 # Batch, length, heads, causal.
 SHAPES = {
     64: [(4, 4096, 32, True), (4, 4096, 32, False), (16, 1024, 32, True), (1, 16384, 32, True)],
     128: [(4, 4096, 16, True), (4, 4096, 16, False), (16, 1024, 16, True), (1, 16384, 16, True)],
+    256: [(4, 4096, 8, True), (4, 4096, 8, False), (16, 1024, 8, True)],
 }
 # Batch, queries, keys, heads of queries, heads of keys, window.
 SMALL = [
@@ -48,8 +51,10 @@ SMALL = [
     (1, 513, 513, 2, 1, (64, 0)),
     (1, 300, 400, 2, 2, (32, 32)),
     (1, 1, 1, 1, 1, (None, None)),
+    (3, 600, 500, 32, 16, (None, 0)),  # more tiles than processors
+    (2, 700, 700, 24, 24, (None, None)),
 ]
-LIMIT = 20.0  # seconds for a launch, compilation included
+LIMIT = 30.0  # seconds for a launch, compilation included
 
 
 @contextmanager
@@ -102,7 +107,8 @@ def child(width: int, tile: Tile) -> None:
 
 
 def passes(width: int, tile: Tile) -> bool:
-    command = [sys.executable, "-m", "benchmarks.tune_hopper_backward", "--child", str(width), *map(str, tile)]
+    command = [sys.executable, "-m", "benchmarks.tune_hopper_backward", "--child", str(width)]
+    command += [str(int(x)) for x in tile]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
@@ -132,7 +138,7 @@ def contenders(width: int, tiles: list[Tile], shape: tuple[int, int, int, bool])
 
 
 def name(tile: Tile) -> str:
-    return "x".join(map(str, tile))
+    return "x".join(map(str, tile[:3])) + " dq first" * tile.dq_first
 
 
 def time_shape(width: int, tiles: list[Tile], shape: tuple[int, int, int, bool], rounds: int) -> None:
@@ -180,13 +186,23 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--child", nargs=4, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=int, metavar="WIDTH", help="only run the first tile, for a profiler")
+    parser.add_argument("--child", nargs=5, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child[0], Tile(*arguments.child[1:]))
+    if arguments.run:
+        run = contenders(arguments.run, CANDIDATES[arguments.run][:1], SHAPES[arguments.run][0])
+        run[name(CANDIDATES[arguments.run][0])]()
+        torch.cuda.synchronize()
+        return
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bfloat16")
+    cases = [(width, tile) for width in arguments.widths for tile in CANDIDATES[width]]
+    if not arguments.no_check:
+        with ThreadPoolExecutor(8) as pool:
+            passed = dict(zip(cases, pool.map(lambda case: passes(*case), cases), strict=True))
     for width in arguments.widths:
-        tiles = [tile for tile in CANDIDATES[width] if arguments.no_check or passes(width, tile)]
+        tiles = [tile for tile in CANDIDATES[width] if arguments.no_check or passed[width, tile]]
         for i, shape in enumerate(SHAPES[width]):
             try:
                 time_shape(width, tiles, shape, arguments.rounds)

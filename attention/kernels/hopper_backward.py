@@ -36,16 +36,53 @@ from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_ti
 # Names that Triton 3.6 has otherwise than its successors.
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+L2_SHARE = 2**25  # bytes of the 50 MB that the heads that go together may take
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-SIZES = ["heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q"]
+SIZES = [
+    "heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q", "tiles_k", "section", "heads",
+]  # fmt: skip
+
+
+@gluon.jit
+def _rounds(num_tiles):
+    """How many tiles of keys are this program's."""
+    full = num_tiles // gl.num_programs(0)
+    return full + (_turn(full) < num_tiles).to(gl.int32)
+
+
+@gluon.jit
+def _turn(count):
+    """The number of this program's tile in round `count`: every second round goes backwards, which evens out a list
+    whose work decreases."""
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    return count * programs + gl.where((count & 1) == 1, programs - 1 - pid, pid)
+
+
+@gluon.jit
+def _place(t, heads_k, tiles_k, section, heads, BLOCK_N: gl.constexpr):
+    """Which keys tile t is of. The heads of a section, whose queries and gradients fit into L2, go together.
+
+    Under a causal mask the first keys are seen by the most queries. They go first in every second section, the last one
+    included, and last in the others, so that no program gets the longer tiles of every section.
+    """
+    number = t // (section * tiles_k)
+    first = number * section
+    width = gl.minimum(section, heads - first)
+    rest = t - first * tiles_k
+    n = rest // width
+    is_descending = (gl.cdiv(heads, section) - number) & 1
+    n = gl.where(is_descending == 1, n, tiles_k - 1 - n)
+    batch_head = first + rest % width
+    return batch_head // heads_k, batch_head % heads_k, n * BLOCK_N
 
 
 @gluon.jit
 def _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
            BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr):  # fmt: skip
-    """The first tile of queries that sees these keys; how many tiles of one head need the mask, how many don't; after
-    how many of the first the second lie. Key j is seen by queries from j - shift_right to j - shift_left."""
+    """The first tile of queries that sees these keys; how many follow, itself included; after how many begin those that
+    need no mask, and how many they are. Key j is seen by queries from j - shift_right to j - shift_left."""
     end = gl.cdiv(seqlen_q, BLOCK_M)
     begin = 0
     full_begin = 0
@@ -61,39 +98,52 @@ def _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M: gl.con
     # Keys past the end are masked, lest their weights overflow.
     full_end = gl.where(start_n + BLOCK_N > seqlen_k, begin, gl.maximum(full_end, begin))
     full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
-    full = full_end - full_begin
-    return begin, end - begin - full, full, full_begin - begin
+    return begin, end - begin, full_begin - begin, full_end - full_begin
 
 
 @gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring,
-    kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_k,
+    section, heads,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    begin, masked, full, _ = steps
-    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load(k_desc, [batch, head, start_n, 0], kv_full, k_tile.index(0))
-    load(v_desc, [batch, head, start_n, 0], kv_full, v_tile.index(0))
-    count = masked + full
-    total = group * count
-    for i in range(total):
-        head_q = head * group + i // count
-        start_m = (begin + i % count) * BLOCK_M
-        row = batch * heads_k * group + head_q
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-        load(q_desc, [batch, head_q, start_m, 0], q_full.index(stage), q_ring.index(stage))
-        load(lse_desc, [row, start_m], q_full.index(stage), lse_ring.index(stage))
-        mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        load(do_desc, [batch, head_q, start_m, 0], do_full.index(stage), do_ring.index(stage))
-        load(delta_desc, [row, start_m], do_full.index(stage), delta_ring.index(stage))
+    step = 0
+    for count in range(_rounds(heads * tiles_k)):
+        batch, head, start_n = _place(_turn(count), heads_k, tiles_k, section, heads, BLOCK_N)
+        begin, tiles, _, _ = _steps(
+            start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
+        )  # fmt: skip
+        for i in range(group * tiles):
+            head_q = head * group + i // tiles
+            start_m = (begin + i % tiles) * BLOCK_M
+            row = batch * heads_k * group + head_q
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            load(q_desc, [batch, head_q, start_m, 0], q_full.index(stage), q_ring.index(stage))
+            load(lse_desc, [row, start_m], q_full.index(stage), lse_ring.index(stage))
+            if i == 0:
+                mbarrier.wait(kv_empty, (count & 1) ^ 1)
+                mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+                load(k_desc, [batch, head, start_n, 0], kv_full, k_tile.index(0))
+                load(v_desc, [batch, head, start_n, 0], kv_full, v_tile.index(0))
+            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            load(do_desc, [batch, head_q, start_m, 0], do_full.index(stage), do_ring.index(stage))
+            load(delta_desc, [row, start_m], do_full.index(stage), delta_ring.index(stage))
+            step += 1
     # The scores after the last are multiplied too, of zeros.
-    stage = total % STAGES
-    mbarrier.wait(empty.index(stage), (total // STAGES & 1) ^ 1)
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-    load(q_desc, [batch, head, q_desc.shape[2], 0], q_full.index(stage), q_ring.index(stage))
+    load(q_desc, [0, 0, seqlen_q, 0], q_full.index(stage), q_ring.index(stage))
+
+
+@gluon.jit
+def _hidden(x):
+    """x, of which the compiler no longer knows where it is from."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -111,12 +161,22 @@ def _add_dq(dq_ptr, place, dq, BLOCK_M: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _zero_if_less(p, a, b):
+    """p, but 0 where a < b. In one piece of assembler, since the compiler would do all comparisons ahead of all
+    selections and, short of predicates, pack and unpack them, which doubles the work of a masked tile."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, 0f00000000, $1, p; }", "=f,f,r,r", [p, a, b],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _step(
-    i, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty, dq_ptr, place,
-    start_m, start_n, masked, seqlen_k, shift_left, shift_right, unit_scale,
+    i, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full, do_full, empty,
+    dq_ptr, place, start_m, start_n, masked, seqlen_k, shift_left, shift_right, unit_scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr, DQ_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries; returns the scores of the next, too."""
     stage = i % STAGES
@@ -127,6 +187,7 @@ def _step(
     # An index that is always 0, lest the assembler keep every address in registers over the loop and spill them.
     k = k_tile.index(i >> 30).reshape([BLOCK_N, D])
     v = v_tile.index(i >> 30).reshape([BLOCK_N, D])
+    p_tile = p_tile.index(i >> 30)
     ds_tile = ds_tile.index(i >> 30)
 
     mbarrier.wait(do_full.index(stage), i // STAGES & 1, deps=[do_ring])
@@ -136,30 +197,45 @@ def _step(
     lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
     p = gl.exp2(s * unit_scale - lse[None, :])
     if masked:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))[:, None]
+        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
         offs_m = start_m + gl.arange(0, BLOCK_M, columns)[None, :]
-        visible = offs_n < seqlen_k
-        if BOUND_RIGHT:
-            visible = visible & (offs_n <= offs_m + shift_right)
+        first = gl.where(offs_n < seqlen_k, offs_n - shift_right if BOUND_RIGHT else 0, 2**30)
+        p = _zero_if_less(p, offs_m, first[:, None])
         if BOUND_LEFT:
-            visible = visible & (offs_n >= offs_m + shift_left)
-        p = gl.where(visible, p, 0.0)
-    p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
-    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
-
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
-    ds = (p * (dp - delta[None, :])).to(q_ring.dtype)
-    ds_operand = gl.convert_layout(ds, operand)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    # An operand in registers is named here so that it stays there as long.
-    dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
-
-    ds_tile.store(ds)
-    fence_async_shared()
-    barrier()
+            p = _zero_if_less(p, (offs_n - shift_left)[:, None], offs_m)
     zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
-    dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+    if WIDE:
+        p_tile.store(p.to(q_ring.dtype))
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        ds_tile.store((p * (dp - delta[None, :])).to(q_ring.dtype))
+        fence_async_shared()
+        barrier()
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma(p_tile, do, dv, is_async=True)
+        dk = warpgroup_mma(ds_tile, q, dk, is_async=True)
+    else:
+        p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
+        dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        ds = (p * (dp - delta[None, :])).to(q_ring.dtype)
+        ds_operand = gl.convert_layout(ds, operand)
+        if DQ_FIRST:
+            ds_tile.store(ds)
+            fence_async_shared()
+            barrier()
+            dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+            # An operand in registers is named where it is waited for, so that it stays there as long.
+            dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
+            dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        else:
+            dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+            dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
+            ds_tile.store(ds)
+            fence_async_shared()
+            barrier()
+            dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
 
     next_stage = (i + 1) % STAGES
     mbarrier.wait(q_full.index(next_stage), (i + 1) // STAGES & 1, deps=[q_ring])
@@ -167,82 +243,104 @@ def _step(
     next_q = q_ring.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0))
     next_s = warpgroup_mma(k, next_q, zeros, use_acc=False, is_async=True)
 
-    dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
+    if WIDE:
+        dq = warpgroup_mma_wait(3, deps=[dq])
+        _add_dq(dq_ptr, place, dq, BLOCK_M, D)
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    elif DQ_FIRST:
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        _add_dq(dq_ptr, place, dq, BLOCK_M, D)
+        dk, ds_operand = warpgroup_mma_wait(1, deps=[dk, ds_operand])
+    else:
+        dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
     barrier()  # every warp is done with this tile, and with dS
     mbarrier.arrive(empty.index(stage))
     barrier()  # else the compiler puts one behind the next scores
-    _add_dq(dq_ptr, place, dq, BLOCK_M, D)
+    if not (WIDE or DQ_FIRST):
+        _add_dq(dq_ptr, place, dq, BLOCK_M, D)
     # The assembler can't leave a product on its way from one iteration to the next.
     next_s = warpgroup_mma_wait(0, deps=[next_s])
     return next_s, dk, dv
 
 
 @gluon.jit
-def _write(x_desc, x, tile, batch, head, start):
-    """A tile of the result by way of shared memory."""
-    tile.reshape([x.shape[0], x.shape[1]]).store(x.to(x_desc.dtype))
-    fence_async_shared()
-    barrier()
-    store(x_desc, [batch, head, start, 0], tile)
-
-
-@gluon.jit
 def _multiply(
-    dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile,
-    kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps, tiles_q, seqlen_k,
-    shift_left, shift_right, scale,
+    dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, results,
+    kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q,
+    tiles_k, section, heads, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, DQ_FIRST: gl.constexpr,
 ):  # fmt: skip
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_M, 16])
-    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
+    # Two groups of four warps share the keys, or, of only 64 keys, the queries and the width.
+    WIDE: gl.constexpr = BLOCK_N == 64
+    WARPS: gl.constexpr = [4, 2] if WIDE else [8, 1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=WARPS, instr_shape=[16, BLOCK_M // 2 if WIDE else BLOCK_M, 16]
+    )
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=WARPS, instr_shape=[16, D // 2 if WIDE else D, 16]
+    )
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], warps_per_cta=[BLOCK_M // 16, 128 // BLOCK_M], instr_shape=[16, D * BLOCK_M // 128, 16]
     )
-    begin, masked, full, before = steps
-    first = (batch * heads_k + head) * group * tiles_q + begin
-    unit_scale = scale * LOG2_E
-    k = k_tile.index(0).reshape([BLOCK_N, D])
-    dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
-    dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
-    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
-    mbarrier.wait(kv_full, 0, deps=[k_tile, v_tile])
-    mbarrier.wait(q_full.index(0), 0, deps=[q_ring])
-    q = q_ring.index(0).reshape([BLOCK_M, D])
-    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    # The place of a tile is counted on, without a division: `place` in the heads' tiles of dq, `tile` in one head's.
-    place = first
-    tile = 0
-    for i in range(group * (masked + full)):
-        is_masked = (tile < before) | (tile >= before + full)
-        s, dk, dv = _step(
-            i, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile, q_full, do_full, empty,
-            dq_ptr, place, (begin + tile) * BLOCK_M, start_n, is_masked, seqlen_k, shift_left, shift_right,
-            unit_scale, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT, BOUND_RIGHT,
+    step = 0
+    for count in range(_rounds(heads * tiles_k)):
+        batch, head, start_n = _place(_turn(count), heads_k, tiles_k, section, heads, BLOCK_N)
+        begin, tiles, before, full = _steps(
+            start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
         )  # fmt: skip
-        tile += 1
-        place += gl.where(tile == masked + full, tiles_q - masked - full + 1, 1)
-        tile = gl.where(tile == masked + full, 0, tile)
-    barrier()
-    _write(dk_desc, dk * scale, k_tile.index(0), batch, head, start_n)
-    _write(dv_desc, dv, v_tile.index(0), batch, head, start_n)
+        mbarrier.wait(kv_full, count & 1, deps=[k_tile, v_tile])
+        stage = step % STAGES
+        mbarrier.wait(q_full.index(stage), step // STAGES & 1, deps=[q_ring])
+        k = k_tile.index(0).reshape([BLOCK_N, D])
+        q = q_ring.index(stage).reshape([BLOCK_M, D])
+        s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+        s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False)
+        dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+        dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+        # The place of a tile is counted on, without a division, in the heads' tiles of dq and in one head's.
+        place = (batch * heads_k + head) * group * tiles_q + begin
+        tile = 0
+        for _ in range(group * tiles):
+            is_masked = (tile < before) | (tile >= before + full)
+            s, dk, dv = _step(
+                step, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full,
+                do_full, empty, dq_ptr, place, (begin + tile) * BLOCK_M, start_n, is_masked, seqlen_k, shift_left,
+                shift_right, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
+                BOUND_RIGHT, WIDE, DQ_FIRST,
+            )  # fmt: skip
+            step += 1
+            tile += 1
+            place += gl.where(tile == tiles, tiles_q - tiles + 1, 1)
+            tile = gl.where(tile == tiles, 0, tile)
+        tma.store_wait(0)  # the last results have left
+        barrier()
+        if not WIDE:
+            mbarrier.arrive(kv_empty)
+        # Computed again rather than kept in registers over the loop.
+        batch, head, start_n = _place(_turn(_hidden(count)), heads_k, tiles_k, section, heads, BLOCK_N)
+        dk_tile = k_tile.index(0) if WIDE else results.index(0)
+        dv_tile = v_tile.index(0) if WIDE else results.index(1)
+        dk_tile.reshape([BLOCK_N, D]).store((dk * scale).to(dk_desc.dtype))
+        dv_tile.reshape([BLOCK_N, D]).store(dv.to(dv_desc.dtype))
+        fence_async_shared()
+        barrier()
+        store(dk_desc, [batch, head, start_n, 0], dk_tile)
+        store(dv_desc, [batch, head, start_n, 0], dv_tile)
+        if WIDE:
+            tma.store_wait(0)
+            barrier()
+            mbarrier.arrive(kv_empty)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def _grad_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr,
-    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, scale,
+    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, DQ_FIRST: gl.constexpr,
 ):  # fmt: skip
-    # Under a causal mask the first keys are seen by the most queries: they go first.
-    start_n = gl.program_id(0) * BLOCK_N
-    head = gl.program_id(1)
-    batch = gl.program_id(2)
-    steps = _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
-
     dtype: gl.constexpr = q_desc.dtype
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
@@ -252,11 +350,20 @@ def _grad_kernel(
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    # Weights go through memory and results through that of the keys, where there are 64 keys; else not so.
+    if BLOCK_N == 64:
+        p_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], DS_LAYOUT)
+        results = k_tile
+    else:
+        p_tile = ds_tile
+        results = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, D], dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)
@@ -265,14 +372,15 @@ def _grad_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, ds_tile,
-                kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps, tiles_q,
-                seqlen_k, shift_left, shift_right, scale, D, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile,
+                results, kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left,
+                shift_right, tiles_q, tiles_k, section, heads, scale, D, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT,
+                BOUND_RIGHT, DQ_FIRST,
             )),
             (_copy, (
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring,
-                delta_ring, kv_full, q_full, do_full, empty, batch, head, start_n, heads_k, group, steps,
-                BLOCK_M, STAGES,
+                delta_ring, kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left,
+                shift_right, tiles_k, section, heads, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )),
         ],
         [1],  # warps of the copying role; the other has the kernel's
@@ -327,9 +435,10 @@ class Tile(NamedTuple):
     block_m: int  # queries
     block_n: int  # keys
     stages: int
+    dq_first: bool = False  # before dk, to have more time to add it up
 
 
-TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2)}  # by padded head width
+TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}  # by padded head width
 
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
@@ -340,9 +449,8 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         plain
         and q.dtype in (torch.float16, torch.bfloat16)
         and v.shape[3] == width
-        and 32 < width <= 128
+        and 32 < width <= 256
         and width % 8 == 0
-        and max(q.shape[0], k.shape[2]) < 2**16  # limits of a grid
         and torch.cuda.get_device_capability(q.device)[0] == 9
     )
 
@@ -364,9 +472,12 @@ def backward(
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     batch, seqlen_q, heads_q, width = q.shape
     seqlen_k, heads_k = k.shape[1:3]
-    block_d = 64 if width <= 64 else 128
-    block_m, block_n, stages = tile = tile or TILES[block_d]
-    tiles_q = triton.cdiv(seqlen_q, block_m)
+    block_d = padded_width(width)
+    block_m, block_n, stages, dq_first = tile or TILES[block_d]
+    tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
+    heads = batch * heads_k
+    group = heads_q // heads_k
+    section = max(1, L2_SHARE // (8 * group * seqlen_q * block_d))  # of q, its gradient and sums of dq in fp32
     rows = batch * heads_q
     unit_lse = lse.new_empty(rows, tiles_q * block_m)
     delta = torch.empty_like(unit_lse)
@@ -378,18 +489,28 @@ def backward(
         _prepare_kernel[(rows * tiles_q,)](
             pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, delta, sums, heads_q, seqlen_q, tiles_q, **widths,
         )  # fmt: skip
-        _grad_kernel[(triton.cdiv(seqlen_k, block_n), heads_k, batch)](
+        _grad_kernel[(min(heads * tiles_k, processors(q.device)),)](
             describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
             describe(grad_out, block_m, block_d), describe_rows(unit_lse, block_m), describe_rows(delta, block_m),
             describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums,
-            heads_k, heads_q // heads_k, seqlen_q, seqlen_k, shift - (options.window_left or 0),
-            shift + (options.window_right or 0), tiles_q, options.scale,
+            heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
+            shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
             D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
-            BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None, num_warps=8,
+            BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
+            DQ_FIRST=dq_first, num_warps=8,
         )  # fmt: skip
         _finish_kernel[(rows * tiles_q,)](sums, dq, heads_q, seqlen_q, tiles_q, options.scale, **widths)
     delta = delta.view(batch, heads_q, -1)[..., :seqlen_q]
     return dq, dk, dv, sink_gradient(options.sinks, lse, delta)
+
+
+def padded_width(width: int) -> int:
+    return 64 if width <= 64 else 128 if width <= 128 else 256
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def describe(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
