@@ -31,8 +31,8 @@ from attention.kernels.hopper_backward import Tile
 from attention.reference import Options, dense
 
 CANDIDATES = {
-    64: [Tile(128, 128, 2), Tile(128, 128, 2, True), Tile(64, 128, 2), Tile(64, 128, 2, True)],
-    128: [Tile(64, 128, 2), Tile(64, 128, 2, True)],
+    64: [Tile(64, 128, 2, True), Tile(64, 128, 3, True), Tile(128, 128, 2, True), Tile(128, 128, 2)],
+    128: [Tile(64, 128, 2, True)],
     256: [Tile(64, 64, 2)],
 }
 # Batch, length, heads, causal.
@@ -54,7 +54,7 @@ SMALL = [
     (3, 600, 500, 32, 16, (None, 0)),  # more tiles than processors
     (2, 700, 700, 24, 24, (None, None)),
 ]
-LIMIT = 30.0  # seconds for a launch, compilation included
+LIMIT = 60.0  # seconds for a launch, compilation included
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options) -> 
 def check_small(width: int, tile: Tile) -> list[str]:
     """What is wrong with a tile, and the greatest ratio of its errors to plain torch's."""
     faults, worst = [], 0.0
-    for dtype in (torch.bfloat16, torch.float16):
-        for batch, seqlen_q, seqlen_k, heads_q, heads_k, window in SMALL:
+    for dtype, cases in ((torch.bfloat16, SMALL), (torch.float16, SMALL[1:2])):
+        for batch, seqlen_q, seqlen_k, heads_q, heads_k, window in cases:
             what = f"{tuple(tile)} {dtype} {batch},{seqlen_q},{seqlen_k},{heads_q},{heads_k},{width} {window}"
             torch.manual_seed(0)
             q, do = (torch.randn(batch, seqlen_q, heads_q, width, device="cuda", dtype=dtype) for _ in range(2))
@@ -91,7 +91,7 @@ def check_small(width: int, tile: Tile) -> list[str]:
             *truth, out, lse = gradients(*(x.double() for x in (q, k, v, do)), options)
             torchs = gradients(q, k, v, do, options)[:3]
             with watched(what):
-                ours = hopper_backward.backward(do, None, q, k, v, out.to(dtype), lse.float(), options, tile)[:3]
+                ours = hopper_backward.backward(do, None, q, k, v, out.to(dtype), lse.float(), options, tile=tile)[:3]
             for name, mine, theirs, true in zip(("dq", "dk", "dv"), ours, torchs, truth, strict=True):
                 error, allowed = (mine - true).abs().max().item(), (theirs - true).abs().max().item()
                 worst = max(worst, error / (allowed + 1e-6))
@@ -110,7 +110,7 @@ def passes(width: int, tile: Tile) -> bool:
     command = [sys.executable, "-m", "benchmarks.tune_hopper_backward", "--child", str(width)]
     command += [str(int(x)) for x in tile]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     except subprocess.TimeoutExpired:
         print(f"# {width} {tuple(tile)} HANGS", flush=True)
         return False
@@ -128,7 +128,7 @@ def contenders(width: int, tiles: list[Tile], shape: tuple[int, int, int, bool])
     saved = (q, k, v, out, lse, options)
     runs: dict[str, Callable[[], object]] = {"portable": lambda: backward.backward(do, None, *saved, False)}
     for tile in tiles:
-        runs[name(tile)] = lambda tile=tile: hopper_backward.backward(do, None, *saved, tile)  # type: ignore[misc]
+        runs[name(tile)] = lambda tile=tile: hopper_backward.backward(do, None, *saved, tile=tile)  # type: ignore[misc]
     leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         theirs = scaled_dot_product_attention(*leaves, is_causal=causal)

@@ -31,14 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..reference import Options, sink_gradient
+from .backward import grad_kv, grad_q
 from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
+from .hopper_common import barrier, barriers, describe, is_hopper, load, processors, store
 
-# Names that Triton 3.6 has otherwise than its successors.
-load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 L2_SHARE = 2**25  # bytes of the 50 MB that the heads that go together may take
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
 SIZES = [
     "heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q", "tiles_k", "section", "heads",
 ]  # fmt: skip
@@ -172,13 +169,15 @@ def _zero_if_less(p, a, b):
 
 @gluon.jit
 def _step(
-    i, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full, do_full, empty,
+    i, s, lse, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full, do_full, empty,
     dq_ptr, place, start_m, start_n, masked, seqlen_k, shift_left, shift_right, unit_scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr, DQ_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries; returns the scores of the next, too."""
+    # Read ahead of its use where that leaves registers enough.
+    EARLY: gl.constexpr = BLOCK_M == 64
     stage = i % STAGES
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     operand: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
@@ -194,7 +193,8 @@ def _step(
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
-    lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    if not EARLY:
+        lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
     p = gl.exp2(s * unit_scale - lse[None, :])
     if masked:
         offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
@@ -203,11 +203,14 @@ def _step(
         p = _zero_if_less(p, offs_m, first[:, None])
         if BOUND_LEFT:
             p = _zero_if_less(p, (offs_n - shift_left)[:, None], offs_m)
+    if EARLY:
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
     zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
     if WIDE:
         p_tile.store(p.to(q_ring.dtype))
         dp = warpgroup_mma_wait(0, deps=[dp])
-        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        if not EARLY:
+            delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
         ds_tile.store((p * (dp - delta[None, :])).to(q_ring.dtype))
         fence_async_shared()
         barrier()
@@ -218,7 +221,8 @@ def _step(
         p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
         dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        if not EARLY:
+            delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
         ds = (p * (dp - delta[None, :])).to(q_ring.dtype)
         ds_operand = gl.convert_layout(ds, operand)
         if DQ_FIRST:
@@ -243,6 +247,8 @@ def _step(
     next_q = q_ring.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0))
     next_s = warpgroup_mma(k, next_q, zeros, use_acc=False, is_async=True)
 
+    if EARLY:
+        lse = lse_ring.index(next_stage).reshape([BLOCK_M]).load(columns)
     if WIDE:
         dq = warpgroup_mma_wait(3, deps=[dq])
         _add_dq(dq_ptr, place, dq, BLOCK_M, D)
@@ -260,12 +266,12 @@ def _step(
         _add_dq(dq_ptr, place, dq, BLOCK_M, D)
     # The assembler can't leave a product on its way from one iteration to the next.
     next_s = warpgroup_mma_wait(0, deps=[next_s])
-    return next_s, dk, dv
+    return next_s, lse, dk, dv
 
 
 @gluon.jit
 def _multiply(
-    dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, results,
+    dk_desc, dv_desc, dq_ptr, redo_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, results,
     kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q,
     tiles_k, section, heads, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -296,6 +302,7 @@ def _multiply(
         q = q_ring.index(stage).reshape([BLOCK_M, D])
         s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
         s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False)
+        lse = lse_ring.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
         dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
         dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
         # The place of a tile is counted on, without a division, in the heads' tiles of dq and in one head's.
@@ -303,8 +310,8 @@ def _multiply(
         tile = 0
         for _ in range(group * tiles):
             is_masked = (tile < before) | (tile >= before + full)
-            s, dk, dv = _step(
-                step, s, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full,
+            s, lse, dk, dv = _step(
+                step, s, lse, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full,
                 do_full, empty, dq_ptr, place, (begin + tile) * BLOCK_M, start_n, is_masked, seqlen_k, shift_left,
                 shift_right, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
                 BOUND_RIGHT, WIDE, DQ_FIRST,
@@ -313,6 +320,11 @@ def _multiply(
             tile += 1
             place += gl.where(tile == tiles, tiles_q - tiles + 1, 1)
             tile = gl.where(tile == tiles, 0, tile)
+        if redo_ptr is not None:
+            # What spoils dv, an incoming gradient that isn't finite, spoils dk too.
+            spoiled = gl.sum(dk * 0.0, 1) != 0.0
+            nowhere = gl.zeros((BLOCK_N,), gl.int32, gl.SliceLayout(1, DK_LAYOUT))
+            gl.store(redo_ptr + nowhere, nowhere + 1, mask=spoiled)
         tma.store_wait(0)  # the last results have left
         barrier()
         if not WIDE:
@@ -336,7 +348,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=SIZES)
 def _grad_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, redo_ptr,
     heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, DQ_FIRST: gl.constexpr,
@@ -357,24 +369,18 @@ def _grad_kernel(
     else:
         p_tile = ds_tile
         results = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, D], dk_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    kv_full = barriers(1, 1).index(0)
+    kv_empty = barriers(1, 1).index(0)
+    q_full = barriers(STAGES, 1)
+    do_full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (
-                dk_desc, dv_desc, dq_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile,
-                results, kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left,
-                shift_right, tiles_q, tiles_k, section, heads, scale, D, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT,
+                dk_desc, dv_desc, dq_ptr, redo_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile,
+                ds_tile, results, kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k,
+                shift_left, shift_right, tiles_q, tiles_k, section, heads, scale, D, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT,
                 BOUND_RIGHT, DQ_FIRST,
             )),
             (_copy, (
@@ -389,8 +395,8 @@ def _grad_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
-def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, delta_ptr, dq_ptr, heads, seqlen, tiles,
-                    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, delta_ptr, dq_ptr, redo_ptr, heads, seqlen,
+                    tiles, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Rows of a head's delta = Σ dO O - dlse and of its lse in units of ln 2, both padded to whole tiles; dq = 0.
 
     Queries past the end, and those that see no key, get an lse of inf, and so weights of 0.
@@ -413,16 +419,22 @@ def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, delta_pt
     tl.store(delta_ptr + padded, delta)
     dq_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
     tl.store(dq_ptr + tl.arange(0, BLOCK_M * BLOCK_D), tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
+    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if tl.program_id(0) == 0:
+            tl.store(redo_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
-def _finish_kernel(sums_ptr, dq_ptr, heads, seqlen, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
+def _finish_kernel(sums_ptr, dq_ptr, redo_ptr, heads, seqlen, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_D: tl.constexpr):  # fmt: skip
     """Scales dq, rounds it and puts it in the usual order, the inverse of that of `_add_dq`."""
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
     sums_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
     sums = tl.load(sums_ptr + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
+    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if tl.sum(sums * 0.0, 0) != 0.0:
+            tl.store(redo_ptr, 1)
     parts = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2)
     dq = parts.permute((0, 4, 2, 1, 3, 5)).reshape(BLOCK_M, BLOCK_D)
     dq_ptr += (tl.cast(batch_head // heads, tl.int64) * seqlen * heads + batch_head % heads) * D
@@ -442,16 +454,17 @@ TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}  # 
 
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    """Whether `backward` can run these inputs, on the GPU and with the options they have."""
+    """Whether `backward` can run these inputs with these options, and may: dq isn't the same from run to run."""
     plain = all(x is None for x in (options.softcap, options.slopes, options.mask, options.seed, options.cu_seqlens_q))
-    width = q.shape[3]
+    width = q.shape[-1]
     return (
         plain
         and q.dtype in (torch.float16, torch.bfloat16)
-        and v.shape[3] == width
+        and v.shape[-1] == width
         and 32 < width <= 256
         and width % 8 == 0
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q.device)
+        and not torch.are_deterministic_algorithms_enabled()
     )
 
 
@@ -464,9 +477,10 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     options: Options,
+    with_mask: bool = False,
     tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v and the sinks, of inputs that it `supports`, none of them empty."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v, the sinks and a mask, of which there is none, of inputs that it `supports`, none empty."""
     grad_out, q, k, v, out = (loadable(x) for x in (grad_out, q, k, v, out))
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
@@ -485,47 +499,41 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     widths = {"D": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
     shift = seqlen_k - seqlen_q
+    is_bounded = options.window_left is not None or options.window_right is not None
+    redo = torch.empty(1, dtype=torch.int32, device=q.device) if is_bounded else None
     with on_device_of(q):
         _prepare_kernel[(rows * tiles_q,)](
-            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, delta, sums, heads_q, seqlen_q, tiles_q, **widths,
+            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, delta, sums, redo, heads_q, seqlen_q, tiles_q,
+            **widths,
         )  # fmt: skip
         _grad_kernel[(min(heads * tiles_k, processors(q.device)),)](
             describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
             describe(grad_out, block_m, block_d), describe_rows(unit_lse, block_m), describe_rows(delta, block_m),
-            describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums,
+            describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums, redo,
             heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
             shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
             D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
             BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
             DQ_FIRST=dq_first, num_warps=8,
         )  # fmt: skip
-        _finish_kernel[(rows * tiles_q,)](sums, dq, heads_q, seqlen_q, tiles_q, options.scale, **widths)
+        _finish_kernel[(rows * tiles_q,)](sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths)
+    if redo is not None:
+        # Hidden pairs weigh 0, but 0 · NaN is NaN. If any came out, the kernels that take care start over.
+        _, portable_delta = grad_q(grad_out, grad_lse, q, k, v, out, lse, options, dq, redo)
+        grad_kv(grad_out, q, k, v, lse, portable_delta, options, dk, dv, redo)
     delta = delta.view(batch, heads_q, -1)[..., :seqlen_q]
-    return dq, dk, dv, sink_gradient(options.sinks, lse, delta)
+    return dq, dk, dv, sink_gradient(options.sinks, lse, delta), lse.new_empty(0)
 
 
 def padded_width(width: int) -> int:
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def describe(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x (B, S, H, D), loadable, 16 bits an element, as (B, H, S, D) in tiles of `rows` positions of one head."""
-    batch, seqlen, heads, head_dim = x.shape
-    stride_b, stride_s, stride_h, _ = x.stride()
-    shape, strides = [batch, heads, seqlen, head_dim], [stride_b, stride_h, stride_s, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, width], _layout(1, 1, rows, width))
-
-
 def describe_rows(x: torch.Tensor, width: int) -> TensorDescriptor:
     """x (rows, length), contiguous, 32 bits an element, in pieces of one row."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, width], _layout(1, width, bits=32))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, width], _layout(width))
 
 
 @functools.cache
-def _layout(*block: int, bits: int = 16) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float32 if bits == 32 else gl.float16)
+def _layout(width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, width], gl.float32)

@@ -21,7 +21,7 @@ def desc(dtype, *block):
 
 def check(width, tile, dtype, left, right):
     kernel = hopper_backward._grad_kernel
-    signature = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "dq_ptr": "*fp32"}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "dq_ptr": "*fp32", "redo_ptr": "*i32"}
     signature |= dict.fromkeys(("q_desc", "do_desc"), desc(dtype, 1, 1, tile.block_m, width))
     signature |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), desc(dtype, 1, 1, tile.block_n, width))
     signature |= dict.fromkeys(("lse_desc", "delta_desc"), desc("fp32", 1, tile.block_m))

@@ -27,7 +27,7 @@ def check(q, k, v, grad_out, window, grad_lse=None, sinks=None, scale=None):
     poison = [torch.full((2, *x.shape), torch.nan, device="cuda", dtype=torch.float32) for x in (q, k, v)]
     del poison
     out, lse = truth.pop("out").to(q.dtype), truth.pop("lse").float()
-    dq, dk, dv, dsinks = hopper_backward.backward(grad_out, grad_lse, q, k, v, out, lse, options)
+    dq, dk, dv, dsinks, _ = hopper_backward.backward(grad_out, grad_lse, q, k, v, out, lse, options)
     ours = {"dq": dq, "dk": dk, "dv": dv} | ({} if sinks is None else {"dsinks": dsinks})
     assert_right(ours, plain, truth)
     return ours
@@ -100,3 +100,19 @@ def test_keys_and_values_get_the_same_from_run_to_run(width):
     first, second = check(*arguments, CAUSAL), check(*arguments, CAUSAL)
     assert torch.equal(first["dk"], second["dk"])
     assert torch.equal(first["dv"], second["dv"])
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_what_is_not_finite_reaches_exactly_who_sees_it(where):
+    """As in the portable kernels, which start over then."""
+    from attention.kernels import backward, hopper_backward
+
+    q, k, v, grad_out = tensors = inputs(1, 300, 300, 4, 2, 64)
+    options = Options(0.125, window_right=0)
+    out, lse, _ = (x.to(BF16) if x.dim() == 4 else x for x in dense(*(x.float() for x in (q, k, v)), options))
+    tensors[where][0, 145, 1, 2] = torch.nan
+    saved = (grad_out, None, q, k, v, out, lse, options, False)
+    grads, expected = hopper_backward.backward(*saved)[:3], backward.backward(*saved)[:3]
+    assert all(not x.isfinite().all() and x.isfinite().any() for x in expected[: 2 if where == 2 else 3])
+    for mine, portables in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, portables, rtol=0, atol=0, equal_nan=True)
