@@ -58,12 +58,13 @@ def _turn(count):
 
 
 @gluon.jit
-def _place(t, heads_k, tiles_k, section, heads, BLOCK_N: gl.constexpr):
+def _place(t, problem, BLOCK_N: gl.constexpr):
     """Which keys tile t is of. The heads of a section, whose queries and gradients fit into L2, go together.
 
     Under a causal mask the first keys are seen by the most queries. They go first in every second section, the last one
     included, and last in the others, so that no program gets the longer tiles of every section.
     """
+    heads_k, _, _, _, _, _, _, tiles_k, section, heads = problem
     number = t // (section * tiles_k)
     first = number * section
     width = gl.minimum(section, heads - first)
@@ -76,10 +77,11 @@ def _place(t, heads_k, tiles_k, section, heads, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-           BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr):  # fmt: skip
+def _steps(start_n, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr,
+           BOUND_RIGHT: gl.constexpr):  # fmt: skip
     """The first tile of queries that sees these keys; how many follow, itself included; after how many begin those that
     need no mask, and how many they are. Key j is seen by queries from j - shift_right to j - shift_left."""
+    _, _, seqlen_q, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
     end = gl.cdiv(seqlen_q, BLOCK_M)
     begin = 0
     full_begin = 0
@@ -100,18 +102,17 @@ def _steps(start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M: gl.con
 
 @gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring,
-    kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_k,
-    section, heads,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
     BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, _, _, _ = shared
+    kv_full, kv_empty, q_full, do_full, empty = signals
+    heads_k, group, seqlen_q, _, _, _, _, tiles_k, _, heads = problem
     step = 0
     for count in range(_rounds(heads * tiles_k)):
-        batch, head, start_n = _place(_turn(count), heads_k, tiles_k, section, heads, BLOCK_N)
-        begin, tiles, _, _ = _steps(
-            start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
-        )  # fmt: skip
+        batch, head, start_n = _place(_turn(count), problem, BLOCK_N)
+        begin, tiles, _, _ = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
         for i in range(group * tiles):
             head_q = head * group + i // tiles
             start_m = (begin + i % tiles) * BLOCK_M
@@ -169,8 +170,7 @@ def _zero_if_less(p, a, b):
 
 @gluon.jit
 def _step(
-    i, s, lse, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full, do_full, empty,
-    dq_ptr, place, start_m, start_n, masked, seqlen_k, shift_left, shift_right, unit_scale,
+    i, s, lse, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, unit_scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr, DQ_FIRST: gl.constexpr,
@@ -178,6 +178,9 @@ def _step(
     """One tile of queries; returns the scores of the next, too."""
     # Read ahead of its use where that leaves registers enough.
     EARLY: gl.constexpr = BLOCK_M == 64
+    q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, p_tile, ds_tile, _ = shared
+    _, _, q_full, do_full, empty = signals
+    _, _, _, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
     stage = i % STAGES
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     operand: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
@@ -271,9 +274,7 @@ def _step(
 
 @gluon.jit
 def _multiply(
-    dk_desc, dv_desc, dq_ptr, redo_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, results,
-    kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q,
-    tiles_k, section, heads, scale,
+    dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, DQ_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -289,12 +290,13 @@ def _multiply(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], warps_per_cta=[BLOCK_M // 16, 128 // BLOCK_M], instr_shape=[16, D * BLOCK_M // 128, 16]
     )
+    q_ring, _, lse_ring, _, k_tile, v_tile, _, _, results = shared
+    kv_full, kv_empty, q_full, _, _ = signals
+    heads_k, group, _, _, _, _, tiles_q, tiles_k, _, heads = problem
     step = 0
     for count in range(_rounds(heads * tiles_k)):
-        batch, head, start_n = _place(_turn(count), heads_k, tiles_k, section, heads, BLOCK_N)
-        begin, tiles, before, full = _steps(
-            start_n, seqlen_q, seqlen_k, shift_left, shift_right, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
-        )  # fmt: skip
+        batch, head, start_n = _place(_turn(count), problem, BLOCK_N)
+        begin, tiles, before, full = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
         mbarrier.wait(kv_full, count & 1, deps=[k_tile, v_tile])
         stage = step % STAGES
         mbarrier.wait(q_full.index(stage), step // STAGES & 1, deps=[q_ring])
@@ -311,9 +313,8 @@ def _multiply(
         for _ in range(group * tiles):
             is_masked = (tile < before) | (tile >= before + full)
             s, lse, dk, dv = _step(
-                step, s, lse, dk, dv, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile, ds_tile, q_full,
-                do_full, empty, dq_ptr, place, (begin + tile) * BLOCK_M, start_n, is_masked, seqlen_k, shift_left,
-                shift_right, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
+                step, s, lse, dk, dv, shared, signals, problem, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
+                is_masked, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
                 BOUND_RIGHT, WIDE, DQ_FIRST,
             )  # fmt: skip
             step += 1
@@ -330,7 +331,7 @@ def _multiply(
         if not WIDE:
             mbarrier.arrive(kv_empty)
         # Computed again rather than kept in registers over the loop.
-        batch, head, start_n = _place(_turn(_hidden(count)), heads_k, tiles_k, section, heads, BLOCK_N)
+        batch, head, start_n = _place(_turn(_hidden(count)), problem, BLOCK_N)
         dk_tile = k_tile.index(0) if WIDE else results.index(0)
         dv_tile = v_tile.index(0) if WIDE else results.index(1)
         dk_tile.reshape([BLOCK_N, D]).store((dk * scale).to(dk_desc.dtype))
@@ -375,18 +376,20 @@ def _grad_kernel(
     do_full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1)
     fence_async_shared()
+    shared = (q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, p_tile, ds_tile, results)
+    signals = (kv_full, kv_empty, q_full, do_full, empty)
+    problem = (
+        heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_multiply, (
-                dk_desc, dv_desc, dq_ptr, redo_ptr, q_ring, k_tile, v_tile, do_ring, lse_ring, delta_ring, p_tile,
-                ds_tile, results, kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k,
-                shift_left, shift_right, tiles_q, tiles_k, section, heads, scale, D, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT,
-                BOUND_RIGHT, DQ_FIRST,
+                dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale, D, BLOCK_M, BLOCK_N, STAGES,
+                BOUND_LEFT, BOUND_RIGHT, DQ_FIRST,
             )),
             (_copy, (
-                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_ring, k_tile, v_tile, do_ring, lse_ring,
-                delta_ring, kv_full, kv_empty, q_full, do_full, empty, heads_k, group, seqlen_q, seqlen_k, shift_left,
-                shift_right, tiles_k, section, heads, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, BLOCK_M, BLOCK_N,
+                STAGES, BOUND_LEFT, BOUND_RIGHT,
             )),
         ],
         [1],  # warps of the copying role; the other has the kernel's
