@@ -31,8 +31,8 @@ from attention.kernels.hopper_backward import Tile
 from attention.reference import Options, dense
 
 CANDIDATES = {
-    64: [Tile(64, 128, 2, True), Tile(64, 128, 3, True), Tile(128, 128, 2, True), Tile(128, 128, 2)],
-    128: [Tile(64, 128, 2, True)],
+    64: [Tile(128, 128, 2), Tile(64, 128, 2), Tile(64, 128, 3)],
+    128: [Tile(64, 128, 2)],
     256: [Tile(64, 64, 2)],
 }
 # Batch, length, heads, causal.
@@ -108,7 +108,7 @@ def child(width: int, tile: Tile) -> None:
 
 def passes(width: int, tile: Tile) -> bool:
     command = [sys.executable, "-m", "benchmarks.tune_hopper_backward", "--child", str(width)]
-    command += [str(int(x)) for x in tile]
+    command += [str(x) for x in tile]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     except subprocess.TimeoutExpired:
@@ -138,7 +138,7 @@ def contenders(width: int, tiles: list[Tile], shape: tuple[int, int, int, bool])
 
 
 def name(tile: Tile) -> str:
-    return "x".join(map(str, tile[:3])) + " dq first" * tile.dq_first
+    return "x".join(map(str, tile))
 
 
 def time_shape(width: int, tiles: list[Tile], shape: tuple[int, int, int, bool], rounds: int) -> None:
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--run", type=int, metavar="WIDTH", help="only run the first tile, for a profiler")
-    parser.add_argument("--child", nargs=5, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child[0], Tile(*arguments.child[1:]))

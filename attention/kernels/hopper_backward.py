@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..reference import Options, sink_gradient
 from .backward import grad_kv, grad_q
 from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
-from .hopper_common import barrier, barriers, describe, is_hopper, load, processors, store
+from .hopper_common import barrier, barriers, describe, load, processors, store
 
 L2_SHARE = 2**25  # bytes of the 50 MB that the heads that go together may take
 SIZES = [
@@ -106,6 +106,7 @@ def _copy(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
     BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    """The copying role."""
     q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, _, _, _ = shared
     kv_full, kv_empty, q_full, do_full, empty = signals
     heads_k, group, seqlen_q, _, _, _, _, tiles_k, _, heads = problem
@@ -169,18 +170,29 @@ def _zero_if_less(p, a, b):
 
 
 @gluon.jit
+def _without_hidden(p, start_m, start_n, problem, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr):
+    """p (BLOCK_N, BLOCK_M), but 0 where a query doesn't see a key."""
+    _, _, _, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
+    layout: gl.constexpr = p.type.layout
+    offs_n = start_n + gl.arange(0, p.shape[0], gl.SliceLayout(1, layout))
+    offs_m = start_m + gl.arange(0, p.shape[1], gl.SliceLayout(0, layout))[None, :]
+    first = gl.where(offs_n < seqlen_k, offs_n - shift_right if BOUND_RIGHT else 0, 2**30)
+    p = _zero_if_less(p, offs_m, first[:, None])
+    if BOUND_LEFT:
+        p = _zero_if_less(p, (offs_n - shift_left)[:, None], offs_m)
+    return p
+
+
+@gluon.jit
 def _step(
-    i, s, lse, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, unit_scale,
+    i, s, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, unit_scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr, DQ_FIRST: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries; returns the scores of the next, too."""
-    # Read ahead of its use where that leaves registers enough.
-    EARLY: gl.constexpr = BLOCK_M == 64
+    """Adds a tile of queries, whose scores are s, to dk, dv and dq; returns the scores of the next tile, dk and dv."""
     q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, p_tile, ds_tile, _ = shared
     _, _, q_full, do_full, empty = signals
-    _, _, _, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
     stage = i % STAGES
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     operand: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
@@ -196,24 +208,15 @@ def _step(
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
-    if not EARLY:
-        lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
     p = gl.exp2(s * unit_scale - lse[None, :])
     if masked:
-        offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
-        offs_m = start_m + gl.arange(0, BLOCK_M, columns)[None, :]
-        first = gl.where(offs_n < seqlen_k, offs_n - shift_right if BOUND_RIGHT else 0, 2**30)
-        p = _zero_if_less(p, offs_m, first[:, None])
-        if BOUND_LEFT:
-            p = _zero_if_less(p, (offs_n - shift_left)[:, None], offs_m)
-    if EARLY:
-        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        p = _without_hidden(p, start_m, start_n, problem, BOUND_LEFT, BOUND_RIGHT)
     zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
     if WIDE:
         p_tile.store(p.to(q_ring.dtype))
         dp = warpgroup_mma_wait(0, deps=[dp])
-        if not EARLY:
-            delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
         ds_tile.store((p * (dp - delta[None, :])).to(q_ring.dtype))
         fence_async_shared()
         barrier()
@@ -224,25 +227,16 @@ def _step(
         p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
         dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        if not EARLY:
-            delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
         ds = (p * (dp - delta[None, :])).to(q_ring.dtype)
         ds_operand = gl.convert_layout(ds, operand)
-        if DQ_FIRST:
-            ds_tile.store(ds)
-            fence_async_shared()
-            barrier()
-            dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
-            # An operand in registers is named where it is waited for, so that it stays there as long.
-            dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
-            dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        else:
-            dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-            dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
-            ds_tile.store(ds)
-            fence_async_shared()
-            barrier()
-            dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+        ds_tile.store(ds)
+        fence_async_shared()
+        barrier()
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+        # An operand in registers is named where it is waited for, so that it stays there as long.
+        dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
 
     next_stage = (i + 1) % STAGES
     mbarrier.wait(q_full.index(next_stage), (i + 1) // STAGES & 1, deps=[q_ring])
@@ -250,34 +244,30 @@ def _step(
     next_q = q_ring.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0))
     next_s = warpgroup_mma(k, next_q, zeros, use_acc=False, is_async=True)
 
-    if EARLY:
-        lse = lse_ring.index(next_stage).reshape([BLOCK_M]).load(columns)
+    # dq is added up in memory, which takes as long as two products, while the others are multiplied.
     if WIDE:
         dq = warpgroup_mma_wait(3, deps=[dq])
         _add_dq(dq_ptr, place, dq, BLOCK_M, D)
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-    elif DQ_FIRST:
+    else:
         dq = warpgroup_mma_wait(2, deps=[dq])
         _add_dq(dq_ptr, place, dq, BLOCK_M, D)
         dk, ds_operand = warpgroup_mma_wait(1, deps=[dk, ds_operand])
-    else:
-        dk, dq, ds_operand = warpgroup_mma_wait(1, deps=[dk, dq, ds_operand])
     barrier()  # every warp is done with this tile, and with dS
     mbarrier.arrive(empty.index(stage))
     barrier()  # else the compiler puts one behind the next scores
-    if not (WIDE or DQ_FIRST):
-        _add_dq(dq_ptr, place, dq, BLOCK_M, D)
     # The assembler can't leave a product on its way from one iteration to the next.
     next_s = warpgroup_mma_wait(0, deps=[next_s])
-    return next_s, lse, dk, dv
+    return next_s, dk, dv
 
 
 @gluon.jit
 def _multiply(
     dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, DQ_FIRST: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    """The multiplying role."""
     # Two groups of four warps share the keys, or, of only 64 keys, the queries and the width.
     WIDE: gl.constexpr = BLOCK_N == 64
     WARPS: gl.constexpr = [4, 2] if WIDE else [8, 1]
@@ -290,7 +280,7 @@ def _multiply(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], warps_per_cta=[BLOCK_M // 16, 128 // BLOCK_M], instr_shape=[16, D * BLOCK_M // 128, 16]
     )
-    q_ring, _, lse_ring, _, k_tile, v_tile, _, _, results = shared
+    q_ring, _, _, _, k_tile, v_tile, _, _, results = shared
     kv_full, kv_empty, q_full, _, _ = signals
     heads_k, group, _, _, _, _, tiles_q, tiles_k, _, heads = problem
     step = 0
@@ -304,7 +294,6 @@ def _multiply(
         q = q_ring.index(stage).reshape([BLOCK_M, D])
         s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
         s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False)
-        lse = lse_ring.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, S_LAYOUT))
         dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
         dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
         # The place of a tile is counted on, without a division, in the heads' tiles of dq and in one head's.
@@ -312,20 +301,15 @@ def _multiply(
         tile = 0
         for _ in range(group * tiles):
             is_masked = (tile < before) | (tile >= before + full)
-            s, lse, dk, dv = _step(
-                step, s, lse, dk, dv, shared, signals, problem, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
+            s, dk, dv = _step(
+                step, s, dk, dv, shared, signals, problem, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
                 is_masked, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
-                BOUND_RIGHT, WIDE, DQ_FIRST,
+                BOUND_RIGHT, WIDE,
             )  # fmt: skip
             step += 1
             tile += 1
             place += gl.where(tile == tiles, tiles_q - tiles + 1, 1)
             tile = gl.where(tile == tiles, 0, tile)
-        if redo_ptr is not None:
-            # What spoils dv, an incoming gradient that isn't finite, spoils dk too.
-            spoiled = gl.sum(dk * 0.0, 1) != 0.0
-            nowhere = gl.zeros((BLOCK_N,), gl.int32, gl.SliceLayout(1, DK_LAYOUT))
-            gl.store(redo_ptr + nowhere, nowhere + 1, mask=spoiled)
         tma.store_wait(0)  # the last results have left
         barrier()
         if not WIDE:
@@ -344,6 +328,11 @@ def _multiply(
             tma.store_wait(0)
             barrier()
             mbarrier.arrive(kv_empty)
+        if redo_ptr is not None:
+            # What spoils dv, an incoming gradient that isn't finite, spoils dk too.
+            spoiled = gl.sum(dk * 0.0, 1) != 0.0
+            nowhere = gl.zeros((BLOCK_N,), gl.int32, gl.SliceLayout(1, DK_LAYOUT))
+            gl.store(redo_ptr + nowhere, nowhere + 1, mask=spoiled)
     tma.store_wait(0)
 
 
@@ -352,8 +341,9 @@ def _grad_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, redo_ptr,
     heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, DQ_FIRST: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
+    """dk, dv and the sums of dq, as many as there are processors at once."""
     dtype: gl.constexpr = q_desc.dtype
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
@@ -385,7 +375,7 @@ def _grad_kernel(
         [
             (_multiply, (
                 dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale, D, BLOCK_M, BLOCK_N, STAGES,
-                BOUND_LEFT, BOUND_RIGHT, DQ_FIRST,
+                BOUND_LEFT, BOUND_RIGHT,
             )),
             (_copy, (
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, BLOCK_M, BLOCK_N,
@@ -450,25 +440,9 @@ class Tile(NamedTuple):
     block_m: int  # queries
     block_n: int  # keys
     stages: int
-    dq_first: bool = False  # before dk, to have more time to add it up
 
 
 TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}  # by padded head width
-
-
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    """Whether `backward` can run these inputs with these options, and may: dq isn't the same from run to run."""
-    plain = all(x is None for x in (options.softcap, options.slopes, options.mask, options.seed, options.cu_seqlens_q))
-    width = q.shape[-1]
-    return (
-        plain
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and v.shape[-1] == width
-        and 32 < width <= 256
-        and width % 8 == 0
-        and is_hopper(q.device)
-        and not torch.are_deterministic_algorithms_enabled()
-    )
 
 
 def backward(
@@ -483,14 +457,16 @@ def backward(
     with_mask: bool = False,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v, the sinks and a mask, of which there is none, of inputs that it `supports`, none empty."""
+    """Gradients of q, k, v, the sinks and a mask, of which there is none, none of the inputs empty.
+
+    For what `attention.backends.backward_runs_on_hopper` says."""
     grad_out, q, k, v, out = (loadable(x) for x in (grad_out, q, k, v, out))
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     batch, seqlen_q, heads_q, width = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     block_d = padded_width(width)
-    block_m, block_n, stages, dq_first = tile or TILES[block_d]
+    block_m, block_n, stages = tile or TILES[block_d]
     tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
     heads = batch * heads_k
     group = heads_q // heads_k
@@ -517,7 +493,7 @@ def backward(
             shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
             D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
             BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
-            DQ_FIRST=dq_first, num_warps=8,
+            num_warps=8,
         )  # fmt: skip
         _finish_kernel[(rows * tiles_q,)](sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths)
     if redo is not None:

@@ -26,7 +26,7 @@ def check(width, tile, dtype, left, right):
     signature |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), desc(dtype, 1, 1, tile.block_n, width))
     signature |= dict.fromkeys(("lse_desc", "delta_desc"), desc("fp32", 1, tile.block_m))
     constants = {"D": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
-    constants |= {"BOUND_LEFT": left, "BOUND_RIGHT": right, "DQ_FIRST": tile.dq_first}
+    constants |= {"BOUND_LEFT": left, "BOUND_RIGHT": right}
     report = compile_kernel(kernel, signature, constants, ["dq_ptr"], num_warps=8)
     faults = [instruction for instruction in EXPECTED if instruction not in report.ptx]
     # What is kept over the loop may wait in memory, which costs nothing, and newer assemblers do so.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attention.backends import backward_runs_on_hopper
 from attention.reference import Options, dense
 from tests.attention.checks import assert_right, grad, tensor
 
@@ -23,7 +24,7 @@ def check(q, k, v, grad_out, window, grad_lse=None, sinks=None, scale=None):
     width = q.shape[-1]
     options = Options(width**-0.5 if scale is None else scale, *window, sinks=sinks)
     truth, plain = (gradients(q, k, v, grad_out, grad_lse, options, dtype) for dtype in (torch.float64, q.dtype))
-    assert hopper_backward.supports(q, k, v, options)
+    assert backward_runs_on_hopper("hopper", q, k, v, options)
     poison = [torch.full((2, *x.shape), torch.nan, device="cuda", dtype=torch.float32) for x in (q, k, v)]
     del poison
     out, lse = truth.pop("out").to(q.dtype), truth.pop("lse").float()
