@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -78,6 +80,11 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options) -> 
     return *torch.autograd.grad(out, leaves, do), out.detach(), lse.detach()
 
 
+def backward_with(tile: Tile, do: Tensor, q: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    with mock.patch.dict(hopper_backward.TILES, {hopper_backward.padded_width(q.shape[3]): tile}):
+        return hopper_backward.backward(do, None, q, *saved, False)
+
+
 def check_small(width: int, tile: Tile) -> list[str]:
     """What is wrong with a tile, and the greatest ratio of its errors to plain torch's."""
     faults, worst = [], 0.0
@@ -91,7 +98,7 @@ def check_small(width: int, tile: Tile) -> list[str]:
             *truth, out, lse = gradients(*(x.double() for x in (q, k, v, do)), options)
             torchs = gradients(q, k, v, do, options)[:3]
             with watched(what):
-                ours = hopper_backward.backward(do, None, q, k, v, out.to(dtype), lse.float(), options, tile=tile)[:3]
+                ours = backward_with(tile, do, q, k, v, out.to(dtype), lse.float(), options)[:3]
             for name, mine, theirs, true in zip(("dq", "dk", "dv"), ours, torchs, truth, strict=True):
                 error, allowed = (mine - true).abs().max().item(), (theirs - true).abs().max().item()
                 worst = max(worst, error / (allowed + 1e-6))
@@ -128,7 +135,7 @@ def contenders(width: int, tiles: list[Tile], shape: tuple[int, int, int, bool])
     saved = (q, k, v, out, lse, options)
     runs: dict[str, Callable[[], object]] = {"portable": lambda: backward.backward(do, None, *saved, False)}
     for tile in tiles:
-        runs[name(tile)] = lambda tile=tile: hopper_backward.backward(do, None, *saved, tile=tile)  # type: ignore[misc]
+        runs[name(tile)] = lambda tile=tile: backward_with(tile, do, *saved)  # type: ignore[misc]
     leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         theirs = scaled_dot_product_attention(*leaves, is_causal=causal)

@@ -454,8 +454,7 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     options: Options,
-    with_mask: bool = False,
-    tile: Tile | None = None,
+    with_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v, the sinks and a mask, of which there is none, none of the inputs empty.
 
@@ -466,7 +465,7 @@ def backward(
     batch, seqlen_q, heads_q, width = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     block_d = padded_width(width)
-    block_m, block_n, stages = tile or TILES[block_d]
+    block_m, block_n, stages = TILES[block_d]
     tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
     heads = batch * heads_k
     group = heads_q // heads_k

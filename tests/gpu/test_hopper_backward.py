@@ -28,7 +28,7 @@ def check(q, k, v, grad_out, window, grad_lse=None, sinks=None, scale=None):
     poison = [torch.full((2, *x.shape), torch.nan, device="cuda", dtype=torch.float32) for x in (q, k, v)]
     del poison
     out, lse = truth.pop("out").to(q.dtype), truth.pop("lse").float()
-    dq, dk, dv, dsinks, _ = hopper_backward.backward(grad_out, grad_lse, q, k, v, out, lse, options)
+    dq, dk, dv, dsinks, _ = hopper_backward.backward(grad_out, grad_lse, q, k, v, out, lse, options, False)
     ours = {"dq": dq, "dk": dk, "dv": dv} | ({} if sinks is None else {"dsinks": dsinks})
     assert_right(ours, plain, truth)
     return ours
