@@ -60,7 +60,7 @@ def runs_on_hopper(backend: str, q: Tensor, v: Tensor, options: Options, with_ma
 
 
 def backward_runs_on_hopper(backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """The same of the backward, which covers less. dq is added up in no fixed order, so `deterministic` rules it out."""
+    """The same of the backward, which covers less: it adds up dq in no fixed order, which `deterministic` rules out."""
     if options.deterministic or options.softcap is not None or options.cu_seqlens_q is not None or k.shape != v.shape:
         return False
     is_wide = q.shape[-1] >= MIN_HOPPER_WIDTH and q.shape[-1] % 8 == 0

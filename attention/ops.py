@@ -70,9 +70,11 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, *arguments: Any) -> tup
     saved = (q, k, v, out, lse, Options(*fields))
     if backend != "torch":
         if backward_runs_on_hopper(backend, *saved[:3], saved[-1]):
-            from .kernels.hopper_backward import backward
-        else:
-            from .kernels.backward import backward
+            from .kernels import hopper_backward
+
+            return hopper_backward.backward(grad_out, grad_lse, *saved, with_mask)
+        from .kernels.backward import backward
+
         return backward(grad_out, grad_lse, *saved, with_mask)
     with torch.autocast(q.device.type, enabled=False):
         if saved[-1].cu_seqlens_q is None:

@@ -27,16 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..reference import Options
 from .common import LN_2, LOG2_E, loadable, on_device_of, pointer
-from .hopper_careful import ROWS, await_writes, repair, store_rows
+from .hopper_careful import ROWS, repair_kernel, store_rows
 from .hopper_common import arrive, barrier, barriers, describe, load, processors, store, write
-from .hopper_schedule import count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
-from .hopper_softmax import count_sink, pack, softmax, sum_of_rows, unpack
+from .hopper_schedule import SIZES, count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
+from .hopper_softmax import count_sink, pack, softmax, unpack
 from .tiles import padded_widths
-
-SIZES = [
-    "heads_q", "group", "seqlen_q", "seqlen_k", "num_m", "section", "num_heads", "window_left", "window_right",
-    "num_tiles",
-]  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -88,8 +83,9 @@ def _copy(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     step = 0
     done = 0
-    for count in range(count_rounds(num_tiles)):
-        batch, head, start_m = place_of_tile(tile_of_round(count), problem, BLOCK_M)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    for count in range(count_rounds(num_tiles, program, programs)):
+        batch, head, start_m = place_of_tile(tile_of_round(count, program, programs), problem, BLOCK_M)
         first_q, length_q, first_k, length_k = locate_both(batch, problem)
         if start_m < length_q:
             entry = 0 if cu_q_ptr is not None else batch
@@ -271,10 +267,9 @@ def _attend_tile(
 
 @gluon.jit
 def _attend(
-    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales, sinks_ptr,
-    max_logits_ptr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
+    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
     k_ring, v_ring, out_tile = shared[1], shared[2], shared[3].index(WHICH)
@@ -301,9 +296,9 @@ def _attend(
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         lse = (row_max + gl.log2(row_sum)) * LN_2
         layout: gl.constexpr = acc.type.layout
-        if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:
+        if spoiled_ptr is not None:
             # 0 · NaN is NaN: a value that isn't finite may have reached rows that don't see it.
-            is_spoiled = (gl.convert_layout(sum_of_rows(acc * 0.0), rows_s) != 0.0) & (rows < length_q)
+            is_spoiled = (gl.convert_layout(gl.sum(acc * 0.0, 1), rows_s) != 0.0) & (rows < length_q)
             lse = gl.where(is_spoiled, float("nan"), lse)
             spoiled = spoiled | is_spoiled.to(gl.int32)
         out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
@@ -324,26 +319,17 @@ def _attend(
         done += 1
         place = _recall(record, q_full, done)
     tma.store_wait(0)
-    if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        if gl.max(await_writes(spoiled), 0) != 0:
-            barrier()
-            for count in range(count_rounds(num_tiles)):
-                spot = place_of_tile(tile_of_round(count), problem, GROUPS * ROWS)
-                lengths = locate_both(spot[0], problem)
-                if spot[2] < lengths[1]:
-                    repair(
-                        spot, lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
-                        WHICH, D, DV, k_ring.shape[4], BLOCK_DV, BLOCK_N, BOUND_LEFT, BOUND_RIGHT,
-                    )  # fmt: skip
+    if spoiled_ptr is not None:
+        gl.store(spoiled_ptr + gl.program_id(0) * GROUPS + WHICH, gl.max(spoiled, 0))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, q_rows, k_rows, v_rows, out_ptr, lse_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr,
-    cu_k_ptr, heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, spoiled_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+    heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles,
     scale, softcap,
-    D: gl.constexpr, DV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr,
+    DV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
@@ -364,20 +350,17 @@ def forward_kernel(
     problem = (
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
     )  # fmt: skip
-    unit_scale = (scale if softcap is None else softcap) * LOG2_E
-    scales = (unit_scale, None if softcap is None else scale / softcap)
+    scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(0),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(1),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_copy, (
                     q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
@@ -390,19 +373,16 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(0),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(1),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(2),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
                 )),
                 (_copy, (
                     q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
@@ -449,19 +429,33 @@ def forward(
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     q, k, v = loadable(q), loadable(k), loadable(v)
+    window_left, window_right = options.window_left, options.window_right
+    cu_seqlens_q, cu_seqlens_k = (
+        None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k)
+    )
+    bounds = {"BOUND_LEFT": window_left is not None, "BOUND_RIGHT": window_right is not None}
+    sizes = (
+        heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
+        _section(num_heads, heads_q // heads_k, 2 * seqlen_k * (head_dim + head_dim_v)), num_heads,
+        window_left or 0, window_right or 0, num_m * num_heads, scale, options.softcap,
+    )  # fmt: skip
+    programs = min(num_m * num_heads, processors(q.device))
+    sinks = None if options.sinks is None else options.sinks.contiguous()
+    spoiled = None
+    if any(bounds.values()) or packed:
+        spoiled = torch.empty(programs * tile.groups, dtype=torch.int32, device=q.device)
     with on_device_of(q):
-        forward_kernel[(min(num_m * num_heads, processors(q.device)),)](
+        forward_kernel[(programs,)](
             describe(q, int(ROWS.value), block_d), describe(k, tile.block_n, block_d),
             describe(v, tile.block_n, block_dv), describe(out, int(ROWS.value), block_dv),
-            pointer(q), pointer(k), pointer(v), out, lse, peaks,
-            None if options.sinks is None else options.sinks.contiguous(),
-            None if options.cu_seqlens_q is None else options.cu_seqlens_q.contiguous(),
-            None if options.cu_seqlens_k is None else options.cu_seqlens_k.contiguous(),
-            heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
-            _section(num_heads, heads_q // heads_k, 2 * seqlen_k * (head_dim + head_dim_v)), num_heads,
-            options.window_left or 0, options.window_right or 0, num_m * num_heads, scale, options.softcap,
-            D=head_dim, DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
-            REGISTERS=tile.registers, BOUND_LEFT=options.window_left is not None,
-            BOUND_RIGHT=options.window_right is not None, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4,
+            out, lse, spoiled, peaks, sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
+            DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
+            REGISTERS=tile.registers, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4, **bounds,
         )  # fmt: skip
+        if spoiled is not None:
+            repair_kernel[(len(spoiled),)](
+                pointer(q), pointer(k), pointer(v), out, lse, spoiled, sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
+                D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
+                **bounds,
+            )  # fmt: skip
     return result, lse, lse.new_empty(0) if peaks is None else peaks.amax((0, 2))
