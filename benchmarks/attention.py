@@ -2,18 +2,28 @@
 
     python -m benchmarks.attention --csv attention.csv            # the shapes of docs/performance.md
     python -m benchmarks.attention --shapes 4,4096,16,128,causal  # batch, length, heads, head width, mask
+    python -m benchmarks.attention --shapes 4,4096,16,128,causal --csv attention.csv --append  # keeps its other shapes
 
 Masks: causal; full; window (causal, and the 1024 keys before the query's own); varlen (causal, all tokens of the batch
-packed into sequences of random lengths that add up to the same). "triton_max" also returns max_logits.
+packed into sequences of random lengths that add up to the same).
 
-A forward counts 4·D operations for each head's visible pair of query and key, a backward 2.5 times that.
+Variants: "ours" is what backend="auto" runs, "ours_max" the same returning max_logits, "triton" the portable kernels;
+SDPA's flash and cuDNN backends; FlexAttention; FlashAttention-4 (flash_attn.cute) where it is installed.
+
+A forward counts 4·D operations for each head's visible pair of query and key, a backward 2.5 times that. The column
+matmul_tflops is what torch's product of two random bfloat16 matrices of side 8192 reached in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import multiprocessing
+import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +34,42 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attention import flash_attention, flash_attention_varlen
 from benchmarks.common import setting, write_csv
 
+try:
+    from flash_attn.cute import flash_attn_func  # FlashAttention-4
+except ImportError:
+    flash_attn_func = None
+
 SHAPES = [
-    "16,1024,32,64,causal",
-    "4,4096,32,64,causal",
-    "4,4096,32,64,full",
-    "1,16384,32,64,causal",
-    "16,1024,16,128,causal",
     "4,4096,16,128,causal",
     "4,4096,16,128,full",
     "1,16384,16,128,causal",
+    "1,16384,16,128,full",
+    "16,1024,16,128,causal",
+    "4,4096,32,64,causal",
+    "4,4096,32,64,full",
+    "1,16384,32,64,causal",
+    "1,16384,32,64,full",
+    "16,1024,32,64,causal",
     "4,4096,8,256,causal",
-    "16,1024,32,64,varlen",
-    "4,4096,32,64,window",
-    "4,4096,32,64,varlen",
-    "1,16384,32,64,window",
-    "1,16384,32,64,varlen",
-    "16,1024,16,128,varlen",
+    "4,4096,8,256,full",
     "4,4096,16,128,window",
-    "4,4096,16,128,varlen",
     "1,16384,16,128,window",
+    "4,4096,32,64,window",
+    "1,16384,32,64,window",
+    "16,1024,16,128,varlen",
+    "4,4096,16,128,varlen",
     "1,16384,16,128,varlen",
+    "16,1024,32,64,varlen",
+    "4,4096,32,64,varlen",
+    "1,16384,32,64,varlen",
 ]
 MASKS = ("causal", "full", "window", "varlen")
+SIZES = ("batch", "seqlen", "heads", "width")
 WINDOW = 1024
 SLEEP_CYCLES = 4_000_000  # about 2 ms, so that the device is busy until Python has launched what is measured
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, H, S, D) in and out, as views of (B, S, H, D)
+Shape = tuple[int, int, int, int, str]  # batch, length, heads, head width, mask
+OURS = {"ours": ("auto", False), "ours_max": ("auto", True), "triton": ("triton", False)}  # backend, with max_logits
 
 
 def packed_lengths(batch: int, seqlen: int) -> list[int]:
@@ -68,8 +89,8 @@ def visible_pairs(batch: int, seqlen: int, mask: str) -> int:
     return batch * (seqlen * (seqlen + 1) - hidden_by_window * (hidden_by_window + 1)) // 2
 
 
-def ours(batch: int, seqlen: int, mask: str, with_max_logits: bool) -> Attend:
-    options = {"causal": mask != "full", "return_max_logits": with_max_logits, "backend": "triton"}
+def ours(batch: int, seqlen: int, mask: str, backend: str, with_max_logits: bool) -> Attend:
+    options = {"causal": mask != "full", "return_max_logits": with_max_logits, "backend": backend}
     if mask == "window":
         options["window"] = (WINDOW, 0)
     lengths = packed_lengths(batch, seqlen)
@@ -107,6 +128,16 @@ def flex(batch: int, seqlen: int, mask: str) -> Attend:
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
 
 
+def flash_attention_4(mask: str) -> Attend:
+    options = {"causal": mask != "full"} | ({"window_size": (WINDOW, 0)} if mask == "window" else {})
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
 def variants(batch: int, seqlen: int, mask: str, with_flex: bool) -> dict[str, Attend]:
     def sdpa(backend: SDPBackend) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,13 +146,45 @@ def variants(batch: int, seqlen: int, mask: str, with_flex: bool) -> dict[str, A
 
         return attend
 
-    attends = {"triton": ours(batch, seqlen, mask, False), "triton_max": ours(batch, seqlen, mask, True)}
+    attends = {name: ours(batch, seqlen, mask, *arguments) for name, arguments in OURS.items()}
     if mask in ("causal", "full"):
         attends["sdpa_flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
         attends["sdpa_cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
     if with_flex:
         attends["flex"] = flex(batch, seqlen, mask)
+    if flash_attn_func and mask != "varlen":
+        attends["flash_attention_4"] = flash_attention_4(mask)
     return attends
+
+
+def inputs(shape: Shape) -> list[Tensor]:
+    """q, k, v and a gradient, (B, H, S, D)."""
+    batch, seqlen, heads, width, mask = shape
+    torch.manual_seed(0)
+    sizes = (1, batch * seqlen) if mask == "varlen" else (batch, seqlen)
+    tensors = [torch.randn(*sizes, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, grad = (x.transpose(1, 2) for x in tensors)
+    return [*(x.requires_grad_() for x in (q, k, v)), grad]
+
+
+def compile_ours(shapes: list[Shape]) -> None:
+    """Fills Triton's cache on disk from many processes; lengths and numbers of heads don't matter to it."""
+    first: dict[tuple[int, str], Shape] = {}
+    for shape in shapes:
+        first.setdefault(shape[3:], shape)
+    cases = [(shape, name) for shape in first.values() for name in OURS]
+    workers = min(len(cases), 12, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_case, cases))
+
+
+def compile_case(case: tuple[Shape, str]) -> None:
+    (batch, seqlen, _, _, mask), name = shape, _ = case
+    q, k, v, grad = inputs(shape)
+    out = ours(batch, seqlen, mask, *OURS[name])(q, k, v)
+    if name != "ours_max":  # its backward is that of "ours"
+        torch.autograd.grad(out, (q, k, v), grad)
+    torch.cuda.synchronize()
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -133,13 +196,17 @@ def milliseconds(function: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
-def measure(batch: int, seqlen: int, heads: int, width: int, mask: str, repeats: int, with_flex: bool) -> list[dict]:
+def matmul_tflops(repeats: int) -> float:
+    """The ceiling: a large product of random matrices."""
     torch.manual_seed(0)
-    sizes = (1, batch * seqlen) if mask == "varlen" else (batch, seqlen)
-    tensors = [torch.randn(*sizes, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    q, k, v, grad = (x.transpose(1, 2) for x in tensors)
-    for x in (q, k, v):
-        x.requires_grad_()
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = [milliseconds(lambda: a @ b) for _ in range(repeats + 3)]
+    return round(2 * 8192**3 / statistics.median(times[3:]) / 1e9, 1)
+
+
+def measure(shape: Shape, repeats: int, with_flex: bool) -> list[dict]:
+    batch, seqlen, heads, width, mask = shape
+    q, k, v, grad = inputs(shape)
     attends = variants(batch, seqlen, mask, with_flex)
     flush = torch.empty(2**26, device="cuda", dtype=torch.int32)  # writing it empties the L2 cache
     times: dict[str, tuple[list[float], list[float]]] = {}
@@ -153,7 +220,7 @@ def measure(batch: int, seqlen: int, heads: int, width: int, mask: str, repeats:
                 flush.zero_()
                 torch.cuda._sleep(SLEEP_CYCLES)
                 backward = milliseconds(lambda out=out: torch.autograd.grad(out[0], (q, k, v), grad))
-            except RuntimeError as error:
+            except (RuntimeError, AssertionError) as error:
                 print(f"# {name} can't run {batch},{seqlen},{heads},{width}: {str(error).splitlines()[0]}")
                 del attends[name]
                 continue
@@ -175,29 +242,51 @@ def measure(batch: int, seqlen: int, heads: int, width: int, mask: str, repeats:
     return rows
 
 
+def parse(text: str) -> Shape:
+    *sizes, mask = text.split(",")
+    if mask not in MASKS or len(sizes) != 4:
+        raise argparse.ArgumentTypeError(f"a shape is B,S,H,D and one of {', '.join(MASKS)}, got {text!r}")
+    batch, seqlen, heads, width = map(int, sizes)
+    return batch, seqlen, heads, width, mask
+
+
+def rows_of_other_shapes(path: Path, shapes: list[Shape]) -> list[dict]:
+    """What the file has and is not measured now."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    measured = {tuple(map(str, shape)) for shape in shapes}
+    return [row for row in rows if (*(row[key] for key in SIZES), row["mask"]) not in measured]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,S,H,D,MASK")
+    default = [parse(text) for text in SHAPES]
+    parser.add_argument("--shapes", nargs="+", type=parse, default=default, metavar="B,S,H,D,MASK")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which takes long to compile")
-    parser.add_argument("--csv", metavar="PATH", help="write every number there")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="write every number there")
+    parser.add_argument("--append", action="store_true", help="keep the other shapes of the file")
     arguments = parser.parse_args()
-    unknown = {shape.split(",")[-1] for shape in arguments.shapes} - set(MASKS)
-    if unknown:
-        parser.error(f"a mask is one of {', '.join(MASKS)}, got {', '.join(sorted(unknown))}")
+    rows = []
+    if arguments.append and arguments.csv and arguments.csv.is_file():
+        rows = rows_of_other_shapes(arguments.csv, arguments.shapes)
+        if rows and "matmul_tflops" not in rows[0]:
+            parser.error(f"{arguments.csv} is of an older version of this benchmark and can't be appended to")
     made_by = setting("attention")
     print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**made_by))
-    print("| B, S, H, D | mask | " + "TFLOP/s forward / backward |")
-    rows = []
+    if not flash_attn_func:
+        print("# FlashAttention-4 (flash_attn.cute) is not installed")
+    compile_ours(arguments.shapes)
+    made_by["matmul_tflops"] = matmul_tflops(arguments.repeats)
+    print(f"# a product of 8192 x 8192 matrices: {made_by['matmul_tflops']:.0f} TFLOP/s")
+    print("| B, S, H, D | mask | TFLOP/s forward / backward |")
     for shape in arguments.shapes:
-        *sizes, mask = shape.split(",")
-        batch, seqlen, heads, width = map(int, sizes)
-        found = measure(batch, seqlen, heads, width, mask, arguments.repeats, not arguments.no_flex)
+        found = measure(shape, arguments.repeats, not arguments.no_flex)
         cells = [f"{row['variant']} {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found]
-        print(f"| {', '.join(sizes)} | {mask} | " + " | ".join(cells) + " |", flush=True)
-        rows += found
-    if arguments.csv:
-        write_csv(arguments.csv, rows, made_by)
+        print(f"| {', '.join(map(str, shape[:4]))} | {shape[4]} | " + " | ".join(cells) + " |", flush=True)
+        rows += [row | made_by for row in found]
+        if arguments.csv:
+            write_csv(arguments.csv, rows, {})
 
 
 if __name__ == "__main__":

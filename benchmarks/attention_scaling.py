@@ -23,7 +23,7 @@ from benchmarks.common import setting, write_csv
 
 LENGTHS = [1024 * 2**i for i in range(7)]
 HEADS, WIDTH = 16, 128
-LABELS = {"triton": "ours", "plain": "plain", "sdpa_flash": "SDPA flash-2", "sdpa_cudnn": "SDPA cuDNN"}
+LABELS = {"ours": "ours", "plain": "plain", "sdpa_flash": "SDPA flash-2", "sdpa_cudnn": "SDPA cuDNN"}
 DOCS = Path(__file__).parent.parent / "docs"
 Row = dict[str, str]
 
@@ -55,7 +55,7 @@ def measure(length: int, attends: dict[str, Attend], repeats: int) -> list[dict]
             except RuntimeError as error:  # out of memory, or not on this GPU
                 print(f"# {name} doesn't run at {length}: {str(error).splitlines()[0]}")
                 del attends[name]
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
     rows = []
     for name in attends:
         forward, backward = (statistics.median(column) for column in zip(*times[name][1:], strict=True))
@@ -149,7 +149,8 @@ def main() -> None:
         return
     made_by = setting("attention_scaling")
     print("# {gpu}, torch {torch}, triton {triton}: `{command}`".format(**made_by))
-    attends = {"plain": plain} | variants(max(arguments.lengths), causal=True, with_flex=False)
+    attends = {"plain": plain} | variants(1, max(arguments.lengths), "causal", with_flex=False)
+    attends = {name: attends[name] for name in LABELS}
     rows = []
     for length in sorted(arguments.lengths):
         for row in measure(length, attends, arguments.repeats):
