@@ -1,8 +1,8 @@
-"""Writes the tables of docs/performance.md from the CSV files beside it, and draws its figure.
+"""Writes the tables of docs/performance.md, docs/results.md and README.md from docs/*.csv, and draws the figures.
 
     python -m benchmarks.report
 
-Each table stands between two markers that name its file; everything else in the page is written by hand.
+Each table stands between two markers that name its block; everything else in the pages is written by hand.
 """
 
 import csv
@@ -15,16 +15,20 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.report_attention import ratios, short
+
 DOCS = Path(__file__).parent.parent / "docs"
 Row = dict[str, str]
 
 # Column of the CSV file, heading, format of a number (none: text as it is).
 TABLES: dict[str, list[tuple[str, str, str]]] = {
     "gpt2_124m": [
+        ("tokens_per_step", "tokens a step", ",.0f"),
         ("optimizer", "optimizer", ""),
         ("attention", "attention", ""),
         ("step_ms", "ms a step", ".2f"),
         ("tokens_per_second", "tokens/s", ",.0f"),
+        ("mfu", "MFU", ".1%"),
         ("optimizer_ms", "optimizer, ms", ".2f"),
         ("peak_memory_gib", "peak GiB", ".1f"),
     ],
@@ -48,11 +52,13 @@ TABLES: dict[str, list[tuple[str, str, str]]] = {
     "attention": [
         ("shape", "B, S, H, D", ""),
         ("mask", "mask", ""),
-        ("by triton", "ours, forward / backward", ""),
-        ("by triton_max", "with max_logits", ""),
+        ("by ours", "ours, forward / backward", ""),
+        ("by ours_max", "with max_logits", ""),
+        ("by triton", "portable", ""),
         ("by sdpa_flash", "SDPA flash-2", ""),
         ("by flex", "FlexAttention", ""),
         ("by sdpa_cudnn", "SDPA cuDNN", ""),
+        ("by flash_attention_4", "FlashAttention-4", ""),
     ],
     "decode": [
         ("shape", "B, S, Hq, Hkv, D", ""),
@@ -70,11 +76,20 @@ KEYS = {
     "attention": ("batch", "seqlen", "heads", "width"),
     "decode": ("batch", "length", "heads_q", "heads_k", "width"),
 }
+# What isn't one table of one file.
+BLOCKS: dict[str, Callable[[], str]] = {
+    "attention_ratios": lambda: ratios(rows_of("attention"), DOCS / "attention.png"),
+    "attention_short": lambda: short(rows_of("attention")),
+}
+
+
+def rows_of(name: str) -> list[Row]:
+    with (DOCS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def read(name: str) -> list[Row]:
-    with (DOCS / f"{name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(name)
     return beside_each_other(name, rows) if name in CELLS else rows
 
 
@@ -96,9 +111,17 @@ def table(name: str, rows: list[Row]) -> str:
             format(float(row[key]), style) if style and row.get(key) else row.get(key, "") for key, _, style in columns
         )
         lines.append("| " + " | ".join(cells) + " |")
-    first = rows[0]
-    source = f"[{name}.csv]({name}.csv), {first['gpu']}, torch {first['torch']}, Triton {first['triton']}"
-    return "\n".join([*lines, "", f"{source}: `{first['command']}`"])
+    return "\n".join([*lines, "", source(name, rows)])
+
+
+def source(name: str, rows: list[Row]) -> str:
+    made_by = "{gpu}, torch {torch}, Triton {triton}".format(**rows[0])
+    commands = ", ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
+    return f"[{name}.csv]({name}.csv), {made_by}: {commands}"
+
+
+def block(name: str) -> str:
+    return BLOCKS[name]() if name in BLOCKS else table(name, read(name))
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -118,16 +141,22 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    page = DOCS / "performance.md"
+def fill(page: Path) -> None:
+    """Blocks of other scripts are left as they are."""
     text = page.read_text()
     for name in re.findall(r"<!-- (\w+) -->\n", text):
-        if name == "end":
-            continue
-        block = f"<!-- {name} -->\n\n{table(name, read(name))}\n\n<!-- end -->"
-        text, count = re.subn(f"<!-- {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
-        assert count == 1, f"{page} has {count} places for {name}.csv"
+        if name in TABLES or name in BLOCKS:
+            filled = f"<!-- {name} -->\n\n{block(name)}\n\n<!-- end -->"
+            text, count = re.subn(
+                f"<!-- {name} -->.*?<!-- end -->", lambda _, filled=filled: filled, text, flags=re.DOTALL
+            )
+            assert count == 1, f"{page} has {count} places for {name}"
     page.write_text(text)
+
+
+def main() -> None:
+    for page in (DOCS / "performance.md", DOCS / "results.md", DOCS.parent / "README.md"):
+        fill(page)
     draw(read("newton_schulz"), DOCS / "newton_schulz.png")
 
 
