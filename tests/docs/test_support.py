@@ -5,6 +5,7 @@ When an option has been built, these tests fail until its cells turn from "not y
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from helpers.pages import ROOT
 
 import attention
 import muon
-from attention import SelfAttention, flash_attention, scaled_dot_product_attention
+from attention import SelfAttention, backends, flash_attention, scaled_dot_product_attention
+from attention.reference import Options
 from muon import Muon
 
 ROWS = dict(
@@ -83,6 +85,43 @@ def test_options_of_flash_attention(name, column):
     value = value.to(device) if isinstance(value, torch.Tensor) else value
     found = is_there(lambda: flash_attention(q, k, v, **{name: value}, backend=BACKENDS[column]))
     assert_said(name, found, column)
+
+
+def what_hopper_covers(monkeypatch, options, with_max_logits=False):
+    """As docs/support.md words it, of tensors that claim to be on a Hopper GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="meta")
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=q.dtype, shape=q.shape, numel=q.numel)
+    if not backends.runs_on_hopper("auto", on_gpu, q, options, with_max_logits):
+        return "no"
+    return "yes" if backends.backward_runs_on_hopper("auto", on_gpu, q, q, options) else "forward"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "with_max_logits"),
+    [
+        ("causal", Options(1.0, window_right=0), False),
+        ("scale", Options(0.3), False),
+        ("return_lse", Options(1.0), False),
+        ("deterministic", Options(1.0, deterministic=True), False),
+        ("window", Options(1.0, window_left=2, window_right=0), False),
+        ("softcap", Options(1.0, softcap=10.0), False),
+        ("sinks", Options(1.0, sinks=torch.zeros(2)), False),
+        ("alibi_slopes", Options(1.0, slopes=torch.ones(1, 2)), False),
+        ("dropout_p", Options(1.0, dropout_p=0.1, seed=torch.zeros(1)), False),
+        ("return_max_logits", Options(1.0), True),
+        ("flash_attention_varlen", Options(1.0, cu_seqlens_q=torch.zeros(2), max_seqlen_q=256), False),
+        ("scaled_dot_product_attention(attn_mask=)", Options(1.0, mask=torch.ones(1, 1, 1, 1)), False),
+    ],
+)  # fmt: skip
+def test_what_hopper_covers(monkeypatch, name, options, with_max_logits):
+    said = ROWS[name].split("|")[2].split(",")[0].strip()
+    assert said == what_hopper_covers(monkeypatch, options, with_max_logits)
+
+
+def test_hopper_returns_no_max_logits_under_a_softcap(monkeypatch):
+    assert "not with `return_max_logits`" in ROWS["softcap"]
+    assert what_hopper_covers(monkeypatch, Options(1.0, softcap=10.0), with_max_logits=True) == "no"
 
 
 @pytest.mark.parametrize("name", SDPA)
