@@ -77,9 +77,9 @@ KEYS = {
     "decode": ("batch", "length", "heads_q", "heads_k", "width"),
 }
 # What isn't one table of one file.
-BLOCKS: dict[str, Callable[[], str]] = {
-    "attention_ratios": lambda: ratios(rows_of("attention"), DOCS / "attention.png"),
-    "attention_short": lambda: short(rows_of("attention")),
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "attention_ratios": lambda figures: ratios(rows_of("attention"), figures / "attention.png"),
+    "attention_short": lambda figures: short(rows_of("attention")),
 }
 
 
@@ -120,8 +120,8 @@ def source(name: str, rows: list[Row]) -> str:
     return f"[{name}.csv]({name}.csv), {made_by}: {commands}"
 
 
-def block(name: str) -> str:
-    return BLOCKS[name]() if name in BLOCKS else table(name, read(name))
+def block(name: str, figures: Path) -> str:
+    return BLOCKS[name](figures) if name in BLOCKS else table(name, read(name))
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -141,12 +141,12 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def fill(page: Path) -> None:
+def fill(page: Path, figures: Path = DOCS) -> None:
     """Blocks of other scripts are left as they are."""
     text = page.read_text()
     for name in re.findall(r"<!-- (\w+) -->\n", text):
         if name in TABLES or name in BLOCKS:
-            filled = f"<!-- {name} -->\n\n{block(name)}\n\n<!-- end -->"
+            filled = f"<!-- {name} -->\n\n{block(name, figures)}\n\n<!-- end -->"
             text, count = re.subn(
                 f"<!-- {name} -->.*?<!-- end -->", lambda _, filled=filled: filled, text, flags=re.DOTALL
             )

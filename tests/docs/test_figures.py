@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ pytest.importorskip("matplotlib", reason="the docs' figures are drawn with matpl
 
 from helpers.pages import ROOT
 
-from benchmarks import attention_scaling
+from benchmarks import attention_scaling, report, report_attention
 from benchmarks.common import write_csv
 from docs.draw import attention as draw_attention
 from docs.draw import muon as draw_muon
@@ -110,3 +111,41 @@ def test_the_report_of_attention_scaling(tmp_path):
     assert (tmp_path / "attention_scaling.svg").is_file()
     attention_scaling.report(tmp_path / "scaling.csv", tmp_path)
     assert (tmp_path / "attention.md").read_text() == once
+
+
+def rows_of_attention(mask, ours, cudnn, flex):
+    """As benchmarks.attention writes them; forward and backward in TFLOP/s."""
+    made_by = {"gpu": "a GPU", "torch": "2", "triton": "3", "command": f"python {mask}", "matmul_tflops": "800"}
+    shape = {"batch": "4", "seqlen": "4096", "heads": "32", "width": "64", "mask": mask}
+    speeds = {"ours": ours, "ours_max": ours, "sdpa_cudnn": cudnn, "flex": flex}
+    return [
+        shape | made_by | {
+            "variant": name, "forward_ms": "1.01" if name == "ours_max" else "1.00",
+            "forward_tflops": str(speed[0]), "backward_tflops": str(speed[1]),
+        }
+        for name, speed in speeds.items() if speed
+    ]  # fmt: skip
+
+
+def test_the_report_of_attention(tmp_path):
+    rows = rows_of_attention("causal", (480, 400), (400, 500), (240, 200))
+    rows += rows_of_attention("full", (500, 440), (500, 400), (400, 200))
+    rows += rows_of_attention("window", (400, 200), None, (200, 200))
+    text = report_attention.ratios(rows, tmp_path / "attention.png")
+    assert "| 4, 4096, 32, 64 | causal | 1.20 | 1.05 | 0.80 | 1.05 | 60% / 50% |" in text
+    assert "| 4, 4096, 32, 64 | window |  |  |  |  | 50% / 25% |" in text
+    assert "| window | 2.00 (4, 4096, 32, 64) | 1.00 (4, 4096, 32, 64) |" in text
+    assert "`return_max_logits` costs at most 1.0% of a forward" in text
+    assert (tmp_path / "attention.png").is_file()
+    assert "| 4, 4096, 32, 64 | 480 / 400 | 400 / 500 | 240 / 200 |" in report_attention.short(rows)
+    table = report.table("attention", report.beside_each_other("attention", rows))
+    assert "| 4, 4096, 32, 64 | window | 400 / 200 | 400 / 200 | 200 / 200 |  |" in table
+    assert table.endswith("`python causal`, `python full`, `python window`")
+
+
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/results.md", "README.md"])
+def test_pages_say_what_the_report_writes(tmp_path, page):
+    """So a CSV file isn't replaced without its tables."""
+    copy = shutil.copy(ROOT / page, tmp_path)
+    report.fill(Path(copy), figures=tmp_path)
+    assert Path(copy).read_text() == (ROOT / page).read_text()
