@@ -54,27 +54,39 @@ L2_SHARE = 32 * 2**20  # bytes of keys and values that programs running at the s
 
 
 @gluon.jit
-def _note(record, values):
+def _note(record, slot, values):
     """Five numbers to shared memory, where the groups find them when their queries are there."""
     for i in gl.static_range(5):
-        record.index(i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        record.index(5 * slot + i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def _recall(record, q_full, done):
-    mbarrier.wait(q_full, done & 1)
+def _recall(record, q_full, done, WHICH: gl.constexpr, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """What was noted about the group's next tile, once its queries are there."""
+    slot = done % BUFFERS
+    mbarrier.wait(q_full.index(slot * GROUPS + WHICH), done // BUFFERS & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return (
-        gl.max(record.index(0).load(layout), 0), gl.max(record.index(1).load(layout), 0),
-        gl.max(record.index(2).load(layout), 0), gl.max(record.index(3).load(layout), 0),
-        gl.max(record.index(4).load(layout), 0),
+        gl.max(record.index(5 * slot).load(layout), 0), gl.max(record.index(5 * slot + 1).load(layout), 0),
+        gl.max(record.index(5 * slot + 2).load(layout), 0), gl.max(record.index(5 * slot + 3).load(layout), 0),
+        gl.max(record.index(5 * slot + 4).load(layout), 0),
     )  # fmt: skip
+
+
+@gluon.jit
+def _await_buffer(q_empty, done, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """A buffer for the queries of all groups; the number of its first part."""
+    first = done % BUFFERS * GROUPS
+    for g in gl.static_range(GROUPS):
+        mbarrier.wait(q_empty.index(first + g), (done // BUFFERS & 1) ^ 1)
+    return first
 
 
 @gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, shared, record, problem, num_tiles,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Finds the program's tiles one after the other, tells the groups about them and copies what they need."""
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
@@ -92,12 +104,12 @@ def _copy(
             last, right, full, left = walk(
                 start_m, length_q, length_k, problem, 2**24, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
             )
+            first = _await_buffer(q_empty, done, GROUPS, BUFFERS)
+            _note(record, done % BUFFERS, (batch, head, start_m, last, 1 + right + full + left))
             for g in gl.static_range(GROUPS):
-                mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-            _note(record, (batch, head, start_m, last, 1 + right + full + left))
-            for g in gl.static_range(GROUPS):
-                mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-                load(q_desc, [entry, head, first_q + start_m + g * ROWS, 0], q_full.index(g), q_tiles.index(g))
+                q_place = [entry, head, first_q + start_m + g * ROWS, 0]
+                mbarrier.expect(q_full.index(first + g), q_desc.block_type.nbytes)
+                load(q_desc, q_place, q_full.index(first + g), q_tiles.index(first + g))
             for i in range(1 + right + full + left):
                 stage = step % STAGES
                 parity = (step // STAGES & 1) ^ 1
@@ -110,12 +122,11 @@ def _copy(
                 load(v_desc, place, v_full.index(stage), v_ring.index(stage))
                 step += 1
             done += 1
-    for g in gl.static_range(GROUPS):
-        mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-    _note(record, (0, 0, -1, 0, 0))
+    first = _await_buffer(q_empty, done, GROUPS, BUFFERS)
+    _note(record, done % BUFFERS, (0, 0, -1, 0, 0))  # no more
     barrier()
     for g in gl.static_range(GROUPS):
-        mbarrier.arrive(q_full.index(g))
+        mbarrier.arrive(q_full.index(first + g))
 
 
 @gluon.jit
@@ -194,7 +205,7 @@ def _skip(shared, step, turn, count, WHICH: gl.constexpr, GROUPS: gl.constexpr, 
 
 @gluon.jit
 def _attend_tile(
-    place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+    place, lengths, buffer, step, turn, shared, problem, scales, max_logits_ptr,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
 ):  # fmt: skip
@@ -219,7 +230,7 @@ def _attend_tile(
     row_sum = gl.zeros((ROWS,), gl.float32, rows_s)
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
 
-    q = q_tiles.index(WHICH).reshape([ROWS, BLOCK_D])
+    q = q_tiles.index(buffer).reshape([ROWS, BLOCK_D])
     s = warpgroup_mma_wait(0, deps=[_multiply_keys(q, shared, step, STAGES)])
     arrive(k_empty.index(step % STAGES))
     start_n = last * BLOCK_N
@@ -250,13 +261,13 @@ def _attend_tile(
                 WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, True,
             )  # fmt: skip
             turn += 1
+    if FREE_Q:
+        arrive(q_empty.index(buffer))
     acc = warpgroup_mma_wait(0, deps=[_multiply_values(p, acc, shared, step, STAGES)])
     arrive(v_empty.index(step % STAGES))
     skipped = number - (all_last - last) - (1 + right + full + left)
     step, turn = _skip(shared, step + 1, turn, skipped, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
-    if FREE_Q:
-        arrive(q_empty.index(WHICH))
     if max_logits_ptr is not None:
         peak = gl.max(gl.where(rows < length_q, row_max * LN_2, -float("inf")), 0)
         heads_q, _, _, _, num_m, _, _, _, _, _, _ = problem
@@ -268,12 +279,12 @@ def _attend_tile(
 @gluon.jit
 def _attend(
     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
-    BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
+    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
     k_ring, v_ring, out_tile = shared[1], shared[2], shared[3].index(WHICH)
-    q_full, q_empty = shared[4].index(WHICH), shared[5].index(WHICH)
+    q_full, q_empty = shared[4], shared[5]
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
@@ -282,13 +293,13 @@ def _attend(
     step = 0
     turn = 0
     done = 0
-    place = _recall(record, q_full, done)
+    place = _recall(record, q_full, done, WHICH, GROUPS, BUFFERS)
     while place[2] >= 0:
         batch, head, start_m = place[0], place[1], place[2]
         lengths = locate_both(batch, problem)
         first_q, length_q = lengths[0], lengths[1]
         acc, row_max, row_sum, rows, step, turn = _attend_tile(
-            place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+            place, lengths, done % BUFFERS * GROUPS + WHICH, step, turn, shared, problem, scales, max_logits_ptr,
             WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
         )  # fmt: skip
         acc, row_max, row_sum = count_sink(acc, row_max, row_sum, sinks_ptr, head)
@@ -315,9 +326,9 @@ def _attend(
         elif cu_q_ptr is not None:  # and here another sequence begins
             store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
         if OUT_OVER_Q:
-            arrive(q_empty)
+            arrive(q_empty.index(done % BUFFERS * GROUPS + WHICH))
         done += 1
-        place = _recall(record, q_full, done)
+        place = _recall(record, q_full, done, WHICH, GROUPS, BUFFERS)
     tma.store_wait(0)
     if spoiled_ptr is not None:
         gl.store(spoiled_ptr + gl.program_id(0) * GROUPS + WHICH, gl.max(spoiled, 0))
@@ -333,8 +344,9 @@ def forward_kernel(
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
+    BUFFERS: gl.constexpr = 1 if BLOCK_D == 256 else 2  # of queries, so that the next tile's arrive during this one
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     if OUT_OVER_Q:
@@ -342,10 +354,10 @@ def forward_kernel(
     else:
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     shared = (
-        q_tiles, k_ring, v_ring, out_tiles, barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
-        barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(GROUPS, 1),
+        q_tiles, k_ring, v_ring, out_tiles, barriers(BUFFERS * GROUPS, 1), barriers(BUFFERS * GROUPS, 1),
+        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(GROUPS, 1),
     )  # fmt: skip
-    record = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    record = gl.allocate_shared_memory(gl.int32, [5 * BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     problem = (
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
@@ -356,14 +368,15 @@ def forward_kernel(
             [
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
+                    BOUND_RIGHT,
                 )),
             ],
             [4, 1],
@@ -374,18 +387,19 @@ def forward_kernel(
             [
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
+                    BOUND_RIGHT,
                 )),
             ],
             [4, 4, 1],
