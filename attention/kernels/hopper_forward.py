@@ -205,13 +205,13 @@ def _skip(shared, step, turn, count, WHICH: gl.constexpr, GROUPS: gl.constexpr, 
 
 @gluon.jit
 def _attend_tile(
-    place, lengths, buffer, step, turn, shared, problem, scales, max_logits_ptr,
+    place, lengths, buffer, step, turn, shared, problem, scales,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
 ):  # fmt: skip
     """The result of this group's queries of one tile, before the division, and their maxima and sums."""
     q_tiles, k_ring, v_ring, _, _, q_empty, _, k_empty, _, v_empty, _ = shared
-    batch, head, start_m, all_last, number = place
+    _, _, start_m, all_last, number = place
     _, length_q, _, length_k = lengths
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_D: gl.constexpr = k_ring.shape[4]
@@ -268,11 +268,6 @@ def _attend_tile(
     skipped = number - (all_last - last) - (1 + right + full + left)
     step, turn = _skip(shared, step + 1, turn, skipped, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
-    if max_logits_ptr is not None:
-        peak = gl.max(gl.where(rows < length_q, row_max * LN_2, -float("inf")), 0)
-        heads_q, _, _, _, num_m, _, _, _, _, _, _ = problem
-        first = (batch * heads_q + head) * num_m * GROUPS
-        gl.store(max_logits_ptr + first + row0 // ROWS, peak)
     return acc, row_max, row_sum, rows, step, turn
 
 
@@ -299,9 +294,13 @@ def _attend(
         lengths = locate_both(batch, problem)
         first_q, length_q = lengths[0], lengths[1]
         acc, row_max, row_sum, rows, step, turn = _attend_tile(
-            place, lengths, done % BUFFERS * GROUPS + WHICH, step, turn, shared, problem, scales, max_logits_ptr,
+            place, lengths, done % BUFFERS * GROUPS + WHICH, step, turn, shared, problem, scales,
             WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
         )  # fmt: skip
+        entry = 0 if cu_q_ptr is not None else batch
+        first_row = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
+        if max_logits_ptr is not None:
+            gl.store(max_logits_ptr + first_row + rows, row_max * LN_2, mask=rows < length_q)
         acc, row_max, row_sum = count_sink(acc, row_max, row_sum, sinks_ptr, head)
         # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -314,9 +313,7 @@ def _attend(
             spoiled = spoiled | is_spoiled.to(gl.int32)
         out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
         row0 = start_m + WHICH * ROWS
-        entry = 0 if cu_q_ptr is not None else batch
-        first_lse = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
-        gl.store(lse_ptr + first_lse + rows, lse, mask=rows < length_q)
+        gl.store(lse_ptr + first_row + rows, lse, mask=rows < length_q)
         if cu_q_ptr is None or row0 + ROWS <= length_q:  # the copy engine stops at the tensor's last row
             tma.store_wait(0)
             write(out_tile.reshape([ROWS, BLOCK_DV]), out.to(out_desc.dtype))
@@ -355,7 +352,8 @@ def forward_kernel(
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     shared = (
         q_tiles, k_ring, v_ring, out_tiles, barriers(BUFFERS * GROUPS, 1), barriers(BUFFERS * GROUPS, 1),
-        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(GROUPS, 1),
+        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
+        barriers(GROUPS, 1),
     )  # fmt: skip
     record = gl.allocate_shared_memory(gl.int32, [5 * BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
@@ -435,10 +433,8 @@ def forward(
     tile = TILES[max(block_d, block_dv)]
     num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
     num_heads = entries * heads_q
-    peaks = None
-    if with_max_logits:
-        shape = (entries, heads_q, num_m * tile.groups)
-        peaks = lse.new_full(shape, -torch.inf) if packed else lse.new_empty(shape)
+    # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
+    peaks = (lse.clone() if packed else torch.empty_like(lse)) if with_max_logits else None
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -472,4 +468,4 @@ def forward(
                 D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
                 **bounds,
             )  # fmt: skip
-    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax((0, 2))
+    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax(1 if packed else (0, 2))
