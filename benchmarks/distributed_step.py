@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 8 -m benchmarks.distributed_step --csv distributed_step.csv
 
 Layouts take turns on random gradients; a step lasts from one barrier until the slowest rank's device is idle, and the
-median over the rounds counts. "alone" is every rank doing everything, as without `distributed_group`.
+median over the rounds counts. "alone" is every rank doing everything, as without `distributed_group`, and "torch" the
+same with torch.optim.Muon, which is all that it can do under DistributedDataParallel. Then a profile of one step of
+each layout says for how long the first rank's GPU sent, and for how much of it it computed at the same time.
 """
 
 import argparse
@@ -28,7 +30,9 @@ MODELS = {  # shapes of a layer, layers, dtype
 STEPS = 5
 
 
-def make_optimizer(layout: str, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Muon:
+def make_optimizer(
+    layout: str, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> torch.optim.Optimizer:
     """With random parameters, the same on all ranks, and gradients."""
     torch.manual_seed(0)
     model = nn.ParameterList(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
@@ -39,6 +43,8 @@ def make_optimizer(layout: str, shapes: list[tuple[int, int]], dtype: torch.dtyp
         fully_shard(model, mesh=init_device_mesh(device.type, shape, mesh_dim_names=names))
     for p in model.parameters():
         p.grad = gradient(p)
+    if layout == "torch":
+        return torch.optim.Muon(model.parameters(), lr=1e-3)
     return Muon(model.parameters(), lr=1e-3, distributed_group=group)
 
 
@@ -49,7 +55,7 @@ def gradient(p: Tensor) -> Tensor:
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
 
 
-def milliseconds(optimizer: Muon, device: torch.device) -> float:
+def milliseconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
     """Of a step on the slowest rank."""
     synchronize(device)
     dist.barrier()
@@ -62,6 +68,32 @@ def milliseconds(optimizer: Muon, device: torch.device) -> float:
     return passed.item()
 
 
+def overlap(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Milliseconds of a step in which this rank's GPU sends, and in which it sends and computes."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        optimizer.step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        spans["nccl" in event.name].append((event.time_range.start, event.time_range.end))
+    sending, computing = (merged(spans[is_nccl]) for is_nccl in (True, False))
+    both = sum(max(min(a[1], b[1]) - max(a[0], b[0]), 0.0) for a in sending for b in computing)
+    return sum(end - start for start, end in sending) / 1e3, both / 1e3
+
+
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time in spans that don't overlap."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -71,7 +103,7 @@ def measure(
     model: str, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device, rounds: int
 ) -> list[dict[str, object]]:
     ranks = dist.get_world_size()
-    layouts = ["alone", "DDP", "FSDP"] + ["HSDP"] * (ranks > 2 and ranks % 2 == 0)
+    layouts = ["torch", "alone", "DDP", "FSDP"] + ["HSDP"] * (ranks > 2 and ranks % 2 == 0)
     optimizers = {layout: make_optimizer(layout, shapes, dtype, device) for layout in layouts}
     for optimizer in optimizers.values():
         for _ in range(3):  # compile, record
@@ -80,10 +112,12 @@ def measure(
     for _ in range(rounds):
         for layout, optimizer in optimizers.items():
             times[layout].append(milliseconds(optimizer, device))
-    return [
-        {"model": model, "layout": layout, "ranks": ranks, "ms": statistics.median(found), "lowest_ms": min(found)}
-        for layout, found in times.items()
-    ]
+    rows: list[dict[str, object]] = []
+    for layout, found in times.items():
+        sending, both = overlap(optimizers[layout]) if device.type == "cuda" else (0.0, 0.0)
+        row = {"model": model, "layout": layout, "ranks": ranks, "ms": statistics.median(found)}
+        rows.append(row | {"lowest_ms": min(found), "sending_ms": sending, "overlapped_ms": both})
+    return rows
 
 
 def main() -> None:
@@ -98,7 +132,10 @@ def main() -> None:
         rows += measure(model, layer * layers, dtype, device, args.rounds)
     if dist.get_rank() == 0:
         for row in rows:
-            print("{model:36} {layout:6} {ranks:4} ranks  {ms:8.2f} ms, lowest {lowest_ms:8.2f}".format(**row))
+            print(
+                "{model:36} {layout:6} {ranks:4} ranks  {ms:8.2f} ms, lowest {lowest_ms:8.2f}, "
+                "sending {sending_ms:6.2f}, of it overlapped {overlapped_ms:6.2f}".format(**row)
+            )
         if args.csv:
             write_csv(args.csv, rows, setting("distributed_step"))
     dist.destroy_process_group()

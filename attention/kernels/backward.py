@@ -133,16 +133,13 @@ def _grad_kv_tile(
 
 @triton.jit(do_not_specialize=SIZES)
 def _grad_q_kernel(
-    q_desc, k_desc, v_desc, out_desc, do_desc, k_rows, v_rows, lse_ptr, dlse_ptr, delta_ptr, dq_ptr, redo_ptr,
+    q_desc, k_desc, v_desc, out_desc, do_desc, k_rows, v_rows, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
     slopes_ptr, mask, seed_ptr, cu_q_ptr, cu_k_ptr,
     heads_q, group, seqlen_q, seqlen_k, window_left, window_right, num_tiles, drop_below, keep_scale, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, ONE_LOOP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        if tl.load(redo_ptr) == 0:
-            return
     EXP2: tl.constexpr = dq_ptr.dtype.element_ty != tl.float32
     VARLEN: tl.constexpr = cu_q_ptr is not None
     MASK_ALL: tl.constexpr = ONE_LOOP or mask is not None
@@ -225,16 +222,13 @@ def _grad_q_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _grad_kv_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_rows, do_rows, lse_ptr, delta_ptr, dk_ptr, dv_ptr, redo_ptr,
+    q_desc, k_desc, v_desc, do_desc, q_rows, do_rows, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     slopes_ptr, mask, seed_ptr, cu_q_ptr, cu_k_ptr,
     heads_k, group, seqlen_q, seqlen_k, window_left, window_right, num_tiles, drop_below, keep_scale, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr, ONE_LOOP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        if tl.load(redo_ptr) == 0:
-            return
     EXP2: tl.constexpr = dk_ptr.dtype.element_ty != tl.float32
     VARLEN: tl.constexpr = cu_q_ptr is not None
     MASK_ALL: tl.constexpr = ONE_LOOP or mask is not None
@@ -362,28 +356,24 @@ def grad_q(
     out: torch.Tensor,
     lse: torch.Tensor,
     options: Options,
-    dq: torch.Tensor | None = None,
-    redo: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first pass: dq, in memory of its own if none is given, and delta, of loadable tensors; packed ones are a
-    batch of one. With `redo` (1,) it does nothing if that is 0."""
+    """The first pass: dq and delta, of loadable tensors; packed ones are a batch of one."""
     batch, longest, heads_q, head_dim = q.shape
-    dq = _like(q, options) if dq is None else dq
+    dq = _like(q, options)
     if options.cu_seqlens_q is not None:
         batch, longest = options.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
     block_d, block_dv = padded_widths(head_dim, v.shape[3])
     tile = choose_tiles(q, v).backward_q
-    view = describe if redo is None else _undescribed
     num_tiles = triton.cdiv(longest, tile.block_m)
     with on_device_of(q):
         _grad_q_kernel[(num_tiles * batch * heads_q,)](
-            view(q, tile.block_m, block_d),
-            view(k, tile.block_n, block_d),
-            view(v, tile.block_n, block_dv),
-            view(out, tile.block_m, block_dv),
-            view(grad_out, tile.block_m, block_dv),
-            pointer(k), pointer(v), lse, grad_lse, delta, dq, redo, **shared_arguments(q, v, options),
+            describe(q, tile.block_m, block_d),
+            describe(k, tile.block_n, block_d),
+            describe(v, tile.block_n, block_dv),
+            describe(out, tile.block_m, block_dv),
+            describe(grad_out, tile.block_m, block_dv),
+            pointer(k), pointer(v), lse, grad_lse, delta, dq, **shared_arguments(q, v, options),
             heads_q=heads_q, num_tiles=num_tiles, scale=options.scale, **compiled_with(tile, options),
         )  # fmt: skip
     return dq, delta
@@ -397,35 +387,25 @@ def grad_kv(
     lse: torch.Tensor,
     delta: torch.Tensor,
     options: Options,
-    dk: torch.Tensor | None = None,
-    dv: torch.Tensor | None = None,
-    redo: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second pass: dk and dv, like the first one's result."""
+    """The second pass: dk and dv, of loadable tensors."""
     batch, longest, heads_k, head_dim = k.shape
-    dk = _like(k, options) if dk is None else dk
-    dv = _like(v, options) if dv is None else dv
+    dk, dv = _like(k, options), _like(v, options)
     if options.cu_seqlens_k is not None:
         batch, longest = options.cu_seqlens_k.shape[0] - 1, options.max_seqlen_k
     block_d, block_dv = padded_widths(head_dim, v.shape[3])
     tile = choose_tiles(q, v).backward_kv
-    view = describe if redo is None else _undescribed
     num_tiles = triton.cdiv(longest, tile.block_n)
     with on_device_of(q):
         _grad_kv_kernel[(num_tiles * batch * heads_k,)](
-            view(q, tile.block_m, block_d),
-            view(k, tile.block_n, block_d),
-            view(v, tile.block_n, block_dv),
-            view(grad_out, tile.block_m, block_dv),
-            pointer(q), pointer(grad_out), lse, delta, dk, dv, redo, **shared_arguments(q, v, options),
+            describe(q, tile.block_m, block_d),
+            describe(k, tile.block_n, block_d),
+            describe(v, tile.block_n, block_dv),
+            describe(grad_out, tile.block_m, block_dv),
+            pointer(q), pointer(grad_out), lse, delta, dk, dv, **shared_arguments(q, v, options),
             heads_k=heads_k, num_tiles=num_tiles, scale=options.scale, **compiled_with(tile, options),
         )  # fmt: skip
     return dk, dv
-
-
-def _undescribed(x: torch.Tensor, _rows: int, _width: int) -> tuple[torch.Tensor, int, int, int]:
-    """For what hardly ever runs: a launch with descriptors costs more."""
-    return pointer(x)
 
 
 def _like(x: torch.Tensor, options: Options) -> torch.Tensor:

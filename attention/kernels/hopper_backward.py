@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..reference import Options, sink_gradient
-from .backward import grad_kv, grad_q
 from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
+from .hopper_backward_careful import repair_kernel
 from .hopper_common import barrier, barriers, describe, load, processors, store
 
 L2_SHARE = 2**25  # bytes of the 50 MB that the heads that go together may take
@@ -388,9 +388,9 @@ def _grad_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
-def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, delta_ptr, dq_ptr, redo_ptr, heads, seqlen,
-                    tiles, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of a head's delta = Σ dO O - dlse and of its lse in units of ln 2, both padded to whole tiles; dq = 0.
+def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_delta_ptr, delta_ptr, dq_ptr, redo_ptr,
+                    heads, seqlen, tiles, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Rows of a head's delta = Σ dO O - dlse, and of its lse in units of ln 2, padded to whole tiles; dq = 0.
 
     Queries past the end, and those that see no key, get an lse of inf, and so weights of 0.
     """
@@ -409,7 +409,8 @@ def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, delta_pt
         delta -= tl.load(dlse_ptr + row + offs_m, mask=mask_m, other=0.0)
     padded = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(unit_lse_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E))
-    tl.store(delta_ptr + padded, delta)
+    tl.store(padded_delta_ptr + padded, delta)
+    tl.store(delta_ptr + row + offs_m, delta, mask=mask_m)
     dq_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
     tl.store(dq_ptr + tl.arange(0, BLOCK_M * BLOCK_D), tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
     if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
@@ -472,7 +473,8 @@ def backward(
     section = max(1, L2_SHARE // (8 * group * seqlen_q * block_d))  # of q, its gradient and sums of dq in fp32
     rows = batch * heads_q
     unit_lse = lse.new_empty(rows, tiles_q * block_m)
-    delta = torch.empty_like(unit_lse)
+    padded_delta = torch.empty_like(unit_lse)
+    delta = torch.empty_like(lse, dtype=torch.float32)
     sums = lse.new_empty(rows * tiles_q * block_m * block_d)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     widths = {"D": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
@@ -481,12 +483,13 @@ def backward(
     redo = torch.empty(1, dtype=torch.int32, device=q.device) if is_bounded else None
     with on_device_of(q):
         _prepare_kernel[(rows * tiles_q,)](
-            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, delta, sums, redo, heads_q, seqlen_q, tiles_q,
-            **widths,
+            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, padded_delta, delta, sums, redo, heads_q,
+            seqlen_q, tiles_q, **widths,
         )  # fmt: skip
         _grad_kernel[(min(heads * tiles_k, processors(q.device)),)](
             describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
-            describe(grad_out, block_m, block_d), describe_rows(unit_lse, block_m), describe_rows(delta, block_m),
+            describe(grad_out, block_m, block_d),
+            describe_rows(unit_lse, block_m), describe_rows(padded_delta, block_m),
             describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums, redo,
             heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
             shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
@@ -495,11 +498,13 @@ def backward(
             num_warps=8,
         )  # fmt: skip
         _finish_kernel[(rows * tiles_q,)](sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths)
-    if redo is not None:
-        # Hidden pairs weigh 0, but 0 · NaN is NaN. If any came out, the kernels that take care start over.
-        _, portable_delta = grad_q(grad_out, grad_lse, q, k, v, out, lse, options, dq, redo)
-        grad_kv(grad_out, q, k, v, lse, portable_delta, options, dk, dv, redo)
-    delta = delta.view(batch, heads_q, -1)[..., :seqlen_q]
+        if redo is not None:
+            repair_kernel[(4 * processors(q.device),)](
+                pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, dq, dk, dv, redo, heads_q, group,
+                seqlen_q, seqlen_k, options.window_left or 0, options.window_right or 0, rows, options.scale,
+                D=width, BLOCK_D=block_d,
+                BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
+            )  # fmt: skip
     return dq, dk, dv, sink_gradient(options.sinks, lse, delta), lse.new_empty(0)
 
 

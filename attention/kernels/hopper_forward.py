@@ -54,27 +54,39 @@ L2_SHARE = 32 * 2**20  # bytes of keys and values that programs running at the s
 
 
 @gluon.jit
-def _note(record, values):
+def _note(record, slot, values):
     """Five numbers to shared memory, where the groups find them when their queries are there."""
     for i in gl.static_range(5):
-        record.index(i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        record.index(5 * slot + i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def _recall(record, q_full, done):
-    mbarrier.wait(q_full, done & 1)
+def _recall(record, q_full, done, WHICH: gl.constexpr, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """What was noted about the group's next tile, once its queries are there."""
+    slot = done % BUFFERS
+    mbarrier.wait(q_full.index(slot * GROUPS + WHICH), done // BUFFERS & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return (
-        gl.max(record.index(0).load(layout), 0), gl.max(record.index(1).load(layout), 0),
-        gl.max(record.index(2).load(layout), 0), gl.max(record.index(3).load(layout), 0),
-        gl.max(record.index(4).load(layout), 0),
+        gl.max(record.index(5 * slot).load(layout), 0), gl.max(record.index(5 * slot + 1).load(layout), 0),
+        gl.max(record.index(5 * slot + 2).load(layout), 0), gl.max(record.index(5 * slot + 3).load(layout), 0),
+        gl.max(record.index(5 * slot + 4).load(layout), 0),
     )  # fmt: skip
+
+
+@gluon.jit
+def _await_buffer(q_empty, done, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """A buffer for the queries of all groups; the number of its first part."""
+    first = done % BUFFERS * GROUPS
+    for g in gl.static_range(GROUPS):
+        mbarrier.wait(q_empty.index(first + g), (done // BUFFERS & 1) ^ 1)
+    return first
 
 
 @gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, shared, record, problem, num_tiles,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Finds the program's tiles one after the other, tells the groups about them and copies what they need."""
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
@@ -92,12 +104,12 @@ def _copy(
             last, right, full, left = walk(
                 start_m, length_q, length_k, problem, 2**24, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
             )
+            first = _await_buffer(q_empty, done, GROUPS, BUFFERS)
+            _note(record, done % BUFFERS, (batch, head, start_m, last, 1 + right + full + left))
             for g in gl.static_range(GROUPS):
-                mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-            _note(record, (batch, head, start_m, last, 1 + right + full + left))
-            for g in gl.static_range(GROUPS):
-                mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-                load(q_desc, [entry, head, first_q + start_m + g * ROWS, 0], q_full.index(g), q_tiles.index(g))
+                q_place = [entry, head, first_q + start_m + g * ROWS, 0]
+                mbarrier.expect(q_full.index(first + g), q_desc.block_type.nbytes)
+                load(q_desc, q_place, q_full.index(first + g), q_tiles.index(first + g))
             for i in range(1 + right + full + left):
                 stage = step % STAGES
                 parity = (step // STAGES & 1) ^ 1
@@ -110,12 +122,11 @@ def _copy(
                 load(v_desc, place, v_full.index(stage), v_ring.index(stage))
                 step += 1
             done += 1
-    for g in gl.static_range(GROUPS):
-        mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-    _note(record, (0, 0, -1, 0, 0))
+    first = _await_buffer(q_empty, done, GROUPS, BUFFERS)
+    _note(record, done % BUFFERS, (0, 0, -1, 0, 0))  # no more
     barrier()
     for g in gl.static_range(GROUPS):
-        mbarrier.arrive(q_full.index(g))
+        mbarrier.arrive(q_full.index(first + g))
 
 
 @gluon.jit
@@ -194,13 +205,13 @@ def _skip(shared, step, turn, count, WHICH: gl.constexpr, GROUPS: gl.constexpr, 
 
 @gluon.jit
 def _attend_tile(
-    place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+    place, lengths, buffer, step, turn, shared, problem, scales,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
 ):  # fmt: skip
     """The result of this group's queries of one tile, before the division, and their maxima and sums."""
     q_tiles, k_ring, v_ring, _, _, q_empty, _, k_empty, _, v_empty, _ = shared
-    batch, head, start_m, all_last, number = place
+    _, _, start_m, all_last, number = place
     _, length_q, _, length_k = lengths
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_D: gl.constexpr = k_ring.shape[4]
@@ -219,7 +230,7 @@ def _attend_tile(
     row_sum = gl.zeros((ROWS,), gl.float32, rows_s)
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
 
-    q = q_tiles.index(WHICH).reshape([ROWS, BLOCK_D])
+    q = q_tiles.index(buffer).reshape([ROWS, BLOCK_D])
     s = warpgroup_mma_wait(0, deps=[_multiply_keys(q, shared, step, STAGES)])
     arrive(k_empty.index(step % STAGES))
     start_n = last * BLOCK_N
@@ -250,30 +261,25 @@ def _attend_tile(
                 WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, True,
             )  # fmt: skip
             turn += 1
+    if FREE_Q:
+        arrive(q_empty.index(buffer))
     acc = warpgroup_mma_wait(0, deps=[_multiply_values(p, acc, shared, step, STAGES)])
     arrive(v_empty.index(step % STAGES))
     skipped = number - (all_last - last) - (1 + right + full + left)
     step, turn = _skip(shared, step + 1, turn, skipped, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
-    if FREE_Q:
-        arrive(q_empty.index(WHICH))
-    if max_logits_ptr is not None:
-        peak = gl.max(gl.where(rows < length_q, row_max * LN_2, -float("inf")), 0)
-        heads_q, _, _, _, num_m, _, _, _, _, _, _ = problem
-        first = (batch * heads_q + head) * num_m * GROUPS
-        gl.store(max_logits_ptr + first + row0 // ROWS, peak)
     return acc, row_max, row_sum, rows, step, turn
 
 
 @gluon.jit
 def _attend(
     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
-    BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
+    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
     k_ring, v_ring, out_tile = shared[1], shared[2], shared[3].index(WHICH)
-    q_full, q_empty = shared[4].index(WHICH), shared[5].index(WHICH)
+    q_full, q_empty = shared[4], shared[5]
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
@@ -282,15 +288,19 @@ def _attend(
     step = 0
     turn = 0
     done = 0
-    place = _recall(record, q_full, done)
+    place = _recall(record, q_full, done, WHICH, GROUPS, BUFFERS)
     while place[2] >= 0:
         batch, head, start_m = place[0], place[1], place[2]
         lengths = locate_both(batch, problem)
         first_q, length_q = lengths[0], lengths[1]
         acc, row_max, row_sum, rows, step, turn = _attend_tile(
-            place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+            place, lengths, done % BUFFERS * GROUPS + WHICH, step, turn, shared, problem, scales,
             WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
         )  # fmt: skip
+        entry = 0 if cu_q_ptr is not None else batch
+        first_row = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
+        if max_logits_ptr is not None:
+            gl.store(max_logits_ptr + first_row + rows, row_max * LN_2, mask=rows < length_q)
         acc, row_max, row_sum = count_sink(acc, row_max, row_sum, sinks_ptr, head)
         # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -303,9 +313,7 @@ def _attend(
             spoiled = spoiled | is_spoiled.to(gl.int32)
         out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
         row0 = start_m + WHICH * ROWS
-        entry = 0 if cu_q_ptr is not None else batch
-        first_lse = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
-        gl.store(lse_ptr + first_lse + rows, lse, mask=rows < length_q)
+        gl.store(lse_ptr + first_row + rows, lse, mask=rows < length_q)
         if cu_q_ptr is None or row0 + ROWS <= length_q:  # the copy engine stops at the tensor's last row
             tma.store_wait(0)
             write(out_tile.reshape([ROWS, BLOCK_DV]), out.to(out_desc.dtype))
@@ -315,9 +323,9 @@ def _attend(
         elif cu_q_ptr is not None:  # and here another sequence begins
             store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
         if OUT_OVER_Q:
-            arrive(q_empty)
+            arrive(q_empty.index(done % BUFFERS * GROUPS + WHICH))
         done += 1
-        place = _recall(record, q_full, done)
+        place = _recall(record, q_full, done, WHICH, GROUPS, BUFFERS)
     tma.store_wait(0)
     if spoiled_ptr is not None:
         gl.store(spoiled_ptr + gl.program_id(0) * GROUPS + WHICH, gl.max(spoiled, 0))
@@ -333,8 +341,9 @@ def forward_kernel(
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
+    BUFFERS: gl.constexpr = 1 if BLOCK_D == 256 else 2  # of queries, so that the next tile's arrive during this one
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     if OUT_OVER_Q:
@@ -342,10 +351,11 @@ def forward_kernel(
     else:
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     shared = (
-        q_tiles, k_ring, v_ring, out_tiles, barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
-        barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(GROUPS, 1),
+        q_tiles, k_ring, v_ring, out_tiles, barriers(BUFFERS * GROUPS, 1), barriers(BUFFERS * GROUPS, 1),
+        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
+        barriers(GROUPS, 1),
     )  # fmt: skip
-    record = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    record = gl.allocate_shared_memory(gl.int32, [5 * BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     problem = (
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
@@ -356,14 +366,15 @@ def forward_kernel(
             [
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
+                    BOUND_RIGHT,
                 )),
             ],
             [4, 1],
@@ -374,18 +385,19 @@ def forward_kernel(
             [
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_attend, (
                     out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
+                    BOUND_RIGHT,
                 )),
             ],
             [4, 4, 1],
@@ -421,10 +433,8 @@ def forward(
     tile = TILES[max(block_d, block_dv)]
     num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
     num_heads = entries * heads_q
-    peaks = None
-    if with_max_logits:
-        shape = (entries, heads_q, num_m * tile.groups)
-        peaks = lse.new_full(shape, -torch.inf) if packed else lse.new_empty(shape)
+    # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
+    peaks = (lse.clone() if packed else torch.empty_like(lse)) if with_max_logits else None
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -458,4 +468,4 @@ def forward(
                 D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
                 **bounds,
             )  # fmt: skip
-    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax((0, 2))
+    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax(1 if packed else (0, 2))
