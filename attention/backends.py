@@ -57,3 +57,11 @@ def runs_on_hopper(backend: str, q: Tensor, v: Tensor, options: Options, with_ma
     queries = options.max_seqlen_q if options.cu_seqlens_q is not None else q.shape[1]
     is_large = queries >= MIN_HOPPER_QUERIES and max(q.shape[-1], v.shape[-1]) >= MIN_HOPPER_WIDTH
     return is_large and why_not_hopper(q, options, with_max_logits) is None
+
+
+def backward_runs_on_hopper(backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """The same of the backward, which covers less: it adds up dq in no fixed order, which `deterministic` rules out."""
+    if options.deterministic or options.softcap is not None or options.cu_seqlens_q is not None or k.shape != v.shape:
+        return False
+    is_wide = q.shape[-1] >= MIN_HOPPER_WIDTH and q.shape[-1] % 8 == 0
+    return is_wide and runs_on_hopper(backend, q, v, options, with_max_logits=False)

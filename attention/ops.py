@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import runs_on_hopper
+from .backends import backward_runs_on_hopper, runs_on_hopper
 from .packed import backward_packed, forward_packed
 from .reference import Options, tiled_backward, tiled_forward
 
@@ -69,6 +69,10 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, *arguments: Any) -> tup
     q, k, v, out, lse, *fields, with_mask, backend = arguments
     saved = (q, k, v, out, lse, Options(*fields))
     if backend != "torch":
+        if backward_runs_on_hopper(backend, *saved[:3], saved[-1]):
+            from .kernels import hopper_backward
+
+            return hopper_backward.backward(grad_out, grad_lse, *saved, with_mask)
         from .kernels.backward import backward
 
         return backward(grad_out, grad_lse, *saved, with_mask)

@@ -1,4 +1,8 @@
-"""NaN and inf in values that not all queries of a tile see: Hopper's forward once more, slowly, for such tiles."""
+"""NaN and inf in values that not all queries of a tile see: Hopper's forward once more, slowly, for such tiles.
+
+0 · NaN is NaN, so hidden values reach rows that don't see them. The forward's groups mark such rows with an lse of NaN,
+and note whether they had any. This is a kernel of its own, since its code slows the forward's by 4 % even unused.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from .common import LN_2
-from .hopper_schedule import key_limits, walk
+from .common import LN_2, LOG2_E
+from .hopper_schedule import SIZES, count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
 from .hopper_softmax import count_sink, softmax
 
 ROWS = gl.constexpr(64)  # queries of a group of four warps
@@ -77,29 +81,28 @@ def _attend_carefully(
 
 
 @gluon.jit
-def repair(
+def _repair_tile(
     place, lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
-    WHICH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """This group's queries of a tile once more, with care, if an lse of NaN marks any of them."""
+    """A group's queries of a tile once more, with care, if an lse of NaN marks any of them."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    batch, head, start_m = place
+    batch, head, row0 = place
     first_q, length_q, _, length_k = lengths
     heads_q, _, seqlen_q, _, _, _, _, _, _, cu_q_ptr, _ = problem
     entry = 0 if cu_q_ptr is not None else batch
-    row0 = start_m + WHICH * ROWS
     rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     lse_ptr += (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
     lse = gl.load(lse_ptr + rows, mask=rows < length_q, other=0.0)
     if gl.max((lse != lse).to(gl.int32), 0) != 0:
         last, right, full, left = walk(
-            row0, length_q, length_k, problem, 2**24, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
+            row0, length_q, length_k, problem, 2**24, ROWS, CAREFUL, BOUND_LEFT, BOUND_RIGHT
         )
         limits = key_limits(rows, length_q, length_k, problem, BOUND_RIGHT)
         acc, row_max, row_sum = _attend_carefully(
             entry, head, row0, lengths, problem, q_rows, k_rows, v_rows, limits,
-            (last - right - full - left) * BLOCK_N, (last + 1) * BLOCK_N, scales,
+            (last - right - full - left) * CAREFUL, (last + 1) * CAREFUL, scales,
             D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, layout,
         )  # fmt: skip
         acc, row_max, row_sum = count_sink(acc, row_max, row_sum, sinks_ptr, head)
@@ -108,9 +111,28 @@ def repair(
         store_rows(out_ptr, acc / row_sum[:, None], entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
 
 
-@gluon.jit
-def await_writes(x):
-    """Until the copy engine's writes are in memory; `tma.store_wait` returns when it has read what it writes."""
-    return gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
+@gluon.jit(do_not_specialize=SIZES)
+def repair_kernel(
+    q_rows, k_rows, v_rows, out_ptr, lse_ptr, spoiled_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+    heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles,
+    scale, softcap,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """A program does nothing, or what one group of the forward's program found spoiled."""
+    if gl.load(spoiled_ptr + gl.program_id(0)) != 0:
+        problem = (
+            heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
+        )  # fmt: skip
+        scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
+        program, programs = gl.program_id(0) // GROUPS, gl.num_programs(0) // GROUPS
+        which = gl.program_id(0) % GROUPS
+        for count in range(count_rounds(num_tiles, program, programs)):
+            tile = tile_of_round(count, program, programs)
+            batch, head, start_m = place_of_tile(tile, problem, GROUPS * ROWS)
+            lengths = locate_both(batch, problem)
+            if start_m < lengths[1]:
+                _repair_tile(
+                    (batch, head, start_m + which * ROWS), lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr,
+                    sinks_ptr, scales, D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
+                )  # fmt: skip

@@ -27,16 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..reference import Options
 from .common import LN_2, LOG2_E, loadable, on_device_of, pointer
-from .hopper_careful import ROWS, await_writes, repair, store_rows
+from .hopper_careful import ROWS, repair_kernel, store_rows
 from .hopper_common import arrive, barrier, barriers, describe, load, processors, store, write
-from .hopper_schedule import count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
-from .hopper_softmax import count_sink, pack, softmax, sum_of_rows, unpack
+from .hopper_schedule import SIZES, count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
+from .hopper_softmax import count_sink, pack, softmax, unpack
 from .tiles import padded_widths
-
-SIZES = [
-    "heads_q", "group", "seqlen_q", "seqlen_k", "num_m", "section", "num_heads", "window_left", "window_right",
-    "num_tiles",
-]  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -59,27 +54,39 @@ L2_SHARE = 32 * 2**20  # bytes of keys and values that programs running at the s
 
 
 @gluon.jit
-def _note(record, values):
+def _note(record, slot, values):
     """Five numbers to shared memory, where the groups find them when their queries are there."""
     for i in gl.static_range(5):
-        record.index(i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        record.index(5 * slot + i).store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def _recall(record, q_full, done):
-    mbarrier.wait(q_full, done & 1)
+def _recall(record, q_full, done, WHICH: gl.constexpr, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """What was noted about the group's next tile, once its queries are there."""
+    slot = done % BUFFERS
+    mbarrier.wait(q_full.index(slot * GROUPS + WHICH), done // BUFFERS & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return (
-        gl.max(record.index(0).load(layout), 0), gl.max(record.index(1).load(layout), 0),
-        gl.max(record.index(2).load(layout), 0), gl.max(record.index(3).load(layout), 0),
-        gl.max(record.index(4).load(layout), 0),
+        gl.max(record.index(5 * slot).load(layout), 0), gl.max(record.index(5 * slot + 1).load(layout), 0),
+        gl.max(record.index(5 * slot + 2).load(layout), 0), gl.max(record.index(5 * slot + 3).load(layout), 0),
+        gl.max(record.index(5 * slot + 4).load(layout), 0),
     )  # fmt: skip
+
+
+@gluon.jit
+def _await_buffer(q_empty, done, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
+    """A buffer for the queries of all groups; the number of its first part."""
+    first = done % BUFFERS * GROUPS
+    for g in gl.static_range(GROUPS):
+        mbarrier.wait(q_empty.index(first + g), (done // BUFFERS & 1) ^ 1)
+    return first
 
 
 @gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, shared, record, problem, num_tiles,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Finds the program's tiles one after the other, tells the groups about them and copies what they need."""
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
@@ -88,20 +95,21 @@ def _copy(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     step = 0
     done = 0
-    for count in range(count_rounds(num_tiles)):
-        batch, head, start_m = place_of_tile(tile_of_round(count), problem, BLOCK_M)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    for count in range(count_rounds(num_tiles, program, programs)):
+        batch, head, start_m = place_of_tile(tile_of_round(count, program, programs), problem, BLOCK_M)
         first_q, length_q, first_k, length_k = locate_both(batch, problem)
         if start_m < length_q:
             entry = 0 if cu_q_ptr is not None else batch
             last, right, full, left = walk(
                 start_m, length_q, length_k, problem, 2**24, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
             )
+            first = _await_buffer(q_empty, done, GROUPS, BUFFERS)
+            _note(record, done % BUFFERS, (batch, head, start_m, last, 1 + right + full + left))
             for g in gl.static_range(GROUPS):
-                mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-            _note(record, (batch, head, start_m, last, 1 + right + full + left))
-            for g in gl.static_range(GROUPS):
-                mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-                load(q_desc, [entry, head, first_q + start_m + g * ROWS, 0], q_full.index(g), q_tiles.index(g))
+                q_place = [entry, head, first_q + start_m + g * ROWS, 0]
+                mbarrier.expect(q_full.index(first + g), q_desc.block_type.nbytes)
+                load(q_desc, q_place, q_full.index(first + g), q_tiles.index(first + g))
             for i in range(1 + right + full + left):
                 stage = step % STAGES
                 parity = (step // STAGES & 1) ^ 1
@@ -114,12 +122,11 @@ def _copy(
                 load(v_desc, place, v_full.index(stage), v_ring.index(stage))
                 step += 1
             done += 1
-    for g in gl.static_range(GROUPS):
-        mbarrier.wait(q_empty.index(g), (done & 1) ^ 1)
-    _note(record, (0, 0, -1, 0, 0))
+    first = _await_buffer(q_empty, done, GROUPS, BUFFERS)
+    _note(record, done % BUFFERS, (0, 0, -1, 0, 0))  # no more
     barrier()
     for g in gl.static_range(GROUPS):
-        mbarrier.arrive(q_full.index(g))
+        mbarrier.arrive(q_full.index(first + g))
 
 
 @gluon.jit
@@ -198,13 +205,13 @@ def _skip(shared, step, turn, count, WHICH: gl.constexpr, GROUPS: gl.constexpr, 
 
 @gluon.jit
 def _attend_tile(
-    place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+    place, lengths, buffer, step, turn, shared, problem, scales,
     WHICH: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, FREE_Q: gl.constexpr,
 ):  # fmt: skip
     """The result of this group's queries of one tile, before the division, and their maxima and sums."""
     q_tiles, k_ring, v_ring, _, _, q_empty, _, k_empty, _, v_empty, _ = shared
-    batch, head, start_m, all_last, number = place
+    _, _, start_m, all_last, number = place
     _, length_q, _, length_k = lengths
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_D: gl.constexpr = k_ring.shape[4]
@@ -223,7 +230,7 @@ def _attend_tile(
     row_sum = gl.zeros((ROWS,), gl.float32, rows_s)
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
 
-    q = q_tiles.index(WHICH).reshape([ROWS, BLOCK_D])
+    q = q_tiles.index(buffer).reshape([ROWS, BLOCK_D])
     s = warpgroup_mma_wait(0, deps=[_multiply_keys(q, shared, step, STAGES)])
     arrive(k_empty.index(step % STAGES))
     start_n = last * BLOCK_N
@@ -254,31 +261,25 @@ def _attend_tile(
                 WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, True,
             )  # fmt: skip
             turn += 1
+    if FREE_Q:
+        arrive(q_empty.index(buffer))
     acc = warpgroup_mma_wait(0, deps=[_multiply_values(p, acc, shared, step, STAGES)])
     arrive(v_empty.index(step % STAGES))
     skipped = number - (all_last - last) - (1 + right + full + left)
     step, turn = _skip(shared, step + 1, turn, skipped, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
-    if FREE_Q:
-        arrive(q_empty.index(WHICH))
-    if max_logits_ptr is not None:
-        peak = gl.max(gl.where(rows < length_q, row_max * LN_2, -float("inf")), 0)
-        heads_q, _, _, _, num_m, _, _, _, _, _, _ = problem
-        first = (batch * heads_q + head) * num_m * GROUPS
-        gl.store(max_logits_ptr + first + row0 // ROWS, peak)
     return acc, row_max, row_sum, rows, step, turn
 
 
 @gluon.jit
 def _attend(
-    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales, sinks_ptr,
-    max_logits_ptr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
     k_ring, v_ring, out_tile = shared[1], shared[2], shared[3].index(WHICH)
-    q_full, q_empty = shared[4].index(WHICH), shared[5].index(WHICH)
+    q_full, q_empty = shared[4], shared[5]
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
@@ -287,30 +288,32 @@ def _attend(
     step = 0
     turn = 0
     done = 0
-    place = _recall(record, q_full, done)
+    place = _recall(record, q_full, done, WHICH, GROUPS, BUFFERS)
     while place[2] >= 0:
         batch, head, start_m = place[0], place[1], place[2]
         lengths = locate_both(batch, problem)
         first_q, length_q = lengths[0], lengths[1]
         acc, row_max, row_sum, rows, step, turn = _attend_tile(
-            place, lengths, step, turn, shared, problem, scales, max_logits_ptr,
+            place, lengths, done % BUFFERS * GROUPS + WHICH, step, turn, shared, problem, scales,
             WHICH, GROUPS, STAGES, TAKE_TURNS, BOUND_LEFT, BOUND_RIGHT, not OUT_OVER_Q,
         )  # fmt: skip
+        entry = 0 if cu_q_ptr is not None else batch
+        first_row = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
+        if max_logits_ptr is not None:
+            gl.store(max_logits_ptr + first_row + rows, row_max * LN_2, mask=rows < length_q)
         acc, row_max, row_sum = count_sink(acc, row_max, row_sum, sinks_ptr, head)
         # A row without keys has row_max = -inf, row_sum = 0 and acc = 0: its output is 0 and its lse -inf.
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         lse = (row_max + gl.log2(row_sum)) * LN_2
         layout: gl.constexpr = acc.type.layout
-        if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:
+        if spoiled_ptr is not None:
             # 0 · NaN is NaN: a value that isn't finite may have reached rows that don't see it.
-            is_spoiled = (gl.convert_layout(sum_of_rows(acc * 0.0), rows_s) != 0.0) & (rows < length_q)
+            is_spoiled = (gl.convert_layout(gl.sum(acc * 0.0, 1), rows_s) != 0.0) & (rows < length_q)
             lse = gl.where(is_spoiled, float("nan"), lse)
             spoiled = spoiled | is_spoiled.to(gl.int32)
         out = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, layout))[:, None]
         row0 = start_m + WHICH * ROWS
-        entry = 0 if cu_q_ptr is not None else batch
-        first_lse = (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
-        gl.store(lse_ptr + first_lse + rows, lse, mask=rows < length_q)
+        gl.store(lse_ptr + first_row + rows, lse, mask=rows < length_q)
         if cu_q_ptr is None or row0 + ROWS <= length_q:  # the copy engine stops at the tensor's last row
             tma.store_wait(0)
             write(out_tile.reshape([ROWS, BLOCK_DV]), out.to(out_desc.dtype))
@@ -320,35 +323,27 @@ def _attend(
         elif cu_q_ptr is not None:  # and here another sequence begins
             store_rows(out_ptr, out, entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
         if OUT_OVER_Q:
-            arrive(q_empty)
+            arrive(q_empty.index(done % BUFFERS * GROUPS + WHICH))
         done += 1
-        place = _recall(record, q_full, done)
+        place = _recall(record, q_full, done, WHICH, GROUPS, BUFFERS)
     tma.store_wait(0)
-    if BOUND_LEFT or BOUND_RIGHT or cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        if gl.max(await_writes(spoiled), 0) != 0:
-            barrier()
-            for count in range(count_rounds(num_tiles)):
-                spot = place_of_tile(tile_of_round(count), problem, GROUPS * ROWS)
-                lengths = locate_both(spot[0], problem)
-                if spot[2] < lengths[1]:
-                    repair(
-                        spot, lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
-                        WHICH, D, DV, k_ring.shape[4], BLOCK_DV, BLOCK_N, BOUND_LEFT, BOUND_RIGHT,
-                    )  # fmt: skip
+    if spoiled_ptr is not None:
+        gl.store(spoiled_ptr + gl.program_id(0) * GROUPS + WHICH, gl.max(spoiled, 0))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, q_rows, k_rows, v_rows, out_ptr, lse_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr,
-    cu_k_ptr, heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, spoiled_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+    heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles,
     scale, softcap,
-    D: gl.constexpr, DV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr,
+    DV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
+    BUFFERS: gl.constexpr = 1 if BLOCK_D == 256 else 2  # of queries, so that the next tile's arrive during this one
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     if OUT_OVER_Q:
@@ -356,31 +351,30 @@ def forward_kernel(
     else:
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], out_desc.layout)
     shared = (
-        q_tiles, k_ring, v_ring, out_tiles, barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
-        barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(GROUPS, 1),
+        q_tiles, k_ring, v_ring, out_tiles, barriers(BUFFERS * GROUPS, 1), barriers(BUFFERS * GROUPS, 1),
+        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
+        barriers(GROUPS, 1),
     )  # fmt: skip
-    record = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    record = gl.allocate_shared_memory(gl.int32, [5 * BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     problem = (
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
     )  # fmt: skip
-    unit_scale = (scale if softcap is None else softcap) * LOG2_E
-    scales = (unit_scale, None if softcap is None else scale / softcap)
+    scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(0),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(1),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
+                    BOUND_RIGHT,
                 )),
             ],
             [4, 1],
@@ -390,22 +384,20 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(0),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(1),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, shared, record, problem, num_tiles, q_rows, k_rows, v_rows, scales,
-                    sinks_ptr, max_logits_ptr, GROUPS, STAGES, TAKE_TURNS, D, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q,
-                    gl.constexpr(2),
+                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
+                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
                 )),
                 (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
+                    BOUND_RIGHT,
                 )),
             ],
             [4, 4, 1],
@@ -441,27 +433,39 @@ def forward(
     tile = TILES[max(block_d, block_dv)]
     num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
     num_heads = entries * heads_q
-    peaks = None
-    if with_max_logits:
-        shape = (entries, heads_q, num_m * tile.groups)
-        peaks = lse.new_full(shape, -torch.inf) if packed else lse.new_empty(shape)
+    # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
+    peaks = (lse.clone() if packed else torch.empty_like(lse)) if with_max_logits else None
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     q, k, v = loadable(q), loadable(k), loadable(v)
+    window_left, window_right = options.window_left, options.window_right
+    cu_seqlens_q, cu_seqlens_k = (
+        None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k)
+    )
+    bounds = {"BOUND_LEFT": window_left is not None, "BOUND_RIGHT": window_right is not None}
+    sizes = (
+        heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
+        _section(num_heads, heads_q // heads_k, 2 * seqlen_k * (head_dim + head_dim_v)), num_heads,
+        window_left or 0, window_right or 0, num_m * num_heads, scale, options.softcap,
+    )  # fmt: skip
+    programs = min(num_m * num_heads, processors(q.device))
+    sinks = None if options.sinks is None else options.sinks.contiguous()
+    spoiled = None
+    if any(bounds.values()) or packed:
+        spoiled = torch.empty(programs * tile.groups, dtype=torch.int32, device=q.device)
     with on_device_of(q):
-        forward_kernel[(min(num_m * num_heads, processors(q.device)),)](
+        forward_kernel[(programs,)](
             describe(q, int(ROWS.value), block_d), describe(k, tile.block_n, block_d),
             describe(v, tile.block_n, block_dv), describe(out, int(ROWS.value), block_dv),
-            pointer(q), pointer(k), pointer(v), out, lse, peaks,
-            None if options.sinks is None else options.sinks.contiguous(),
-            None if options.cu_seqlens_q is None else options.cu_seqlens_q.contiguous(),
-            None if options.cu_seqlens_k is None else options.cu_seqlens_k.contiguous(),
-            heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
-            _section(num_heads, heads_q // heads_k, 2 * seqlen_k * (head_dim + head_dim_v)), num_heads,
-            options.window_left or 0, options.window_right or 0, num_m * num_heads, scale, options.softcap,
-            D=head_dim, DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
-            REGISTERS=tile.registers, BOUND_LEFT=options.window_left is not None,
-            BOUND_RIGHT=options.window_right is not None, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4,
+            out, lse, spoiled, peaks, sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
+            DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
+            REGISTERS=tile.registers, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4, **bounds,
         )  # fmt: skip
-    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax((0, 2))
+        if spoiled is not None:
+            repair_kernel[(len(spoiled),)](
+                pointer(q), pointer(k), pointer(v), out, lse, spoiled, sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
+                D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
+                **bounds,
+            )  # fmt: skip
+    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax(1 if packed else (0, 2))

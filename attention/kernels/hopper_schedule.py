@@ -7,20 +7,24 @@ from triton.experimental.gluon import language as gl
 
 from .common import key_tiles, locate
 
+# A new length or number of heads must not compile a new kernel.
+SIZES = [
+    "heads_q", "group", "seqlen_q", "seqlen_k", "num_m", "section", "num_heads", "window_left", "window_right",
+    "num_tiles",
+]  # fmt: skip
+
 
 @gluon.jit
-def count_rounds(num_tiles):
-    """How many tiles this program has."""
-    number = num_tiles // gl.num_programs(0)
-    return number + (1 if tile_of_round(number) < num_tiles else 0)
+def count_rounds(num_tiles, program, programs):
+    """How many tiles a program has."""
+    number = num_tiles // programs
+    return number + (1 if tile_of_round(number, program, programs) < num_tiles else 0)
 
 
 @gluon.jit
-def tile_of_round(count):
-    """This program's tile in a round. Every second one is dealt backwards, which evens out work that decreases."""
-    programs = gl.num_programs(0)
-    pid = gl.program_id(0)
-    return count * programs + (programs - 1 - pid if count & 1 else pid)
+def tile_of_round(count, program, programs):
+    """A program's tile in a round. Every second one is dealt backwards, which evens out work that decreases."""
+    return count * programs + (programs - 1 - program if count & 1 else program)
 
 
 @gluon.jit

@@ -10,31 +10,6 @@ from .hopper_common import hide_if_greater
 
 
 @gluon.jit
-def _halves(x):
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def max_of_rows(x):
-    """The largest of each row. A thread's part is folded twice first: one long chain would wait for every step."""
-    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    for _ in gl.static_range(2 if x.shape[1] >= 64 else 0):
-        first, second = _halves(x)
-        x = gl.maximum(first, second)
-    return gl.convert_layout(gl.max(x, 1), rows)
-
-
-@gluon.jit
-def sum_of_rows(x):
-    """The sum of each row, likewise."""
-    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    for _ in gl.static_range(2 if x.shape[1] >= 64 else 0):
-        first, second = _halves(x)
-        x = first + second
-    return gl.convert_layout(gl.sum(x, 1), rows)
-
-
-@gluon.jit
 def softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.constexpr, MASKED: gl.constexpr):
     """Probabilities relative to the maximum so far, that maximum, the sum, and how much what came before shrinks."""
     layout: gl.constexpr = s.type.layout
@@ -47,11 +22,11 @@ def softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.constex
         s = hide_if_greater(s, keys[None, :], right[:, None])
         if BOUND_LEFT:
             s = hide_if_greater(s, left[:, None], keys[None, :])
-    new_max = gl.maximum(row_max, max_of_rows(s) * scale)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
     anchor = gl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max  # -inf - -inf would be NaN
     p = gl.exp2(s * scale - anchor[:, None])
     rescale = gl.exp2(row_max - anchor)
-    return p, new_max, row_sum * rescale + sum_of_rows(p), rescale
+    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
 
 
 @gluon.jit

@@ -13,8 +13,8 @@ KERNELS = (forward._forward_kernel, backward._grad_q_kernel, backward._grad_kv_k
 FP32 = {"lse_ptr", "delta_ptr", "dlse_ptr", "max_logits_ptr", "sinks_ptr", "slopes_ptr", "dmask_ptr"}
 FLOATS = {"scale", "softcap", "keep_scale"}
 OPTIONAL = {
-    "dlse_ptr", "max_logits_ptr", "sinks_ptr", "slopes_ptr", "mask", "seed_ptr", "cu_q_ptr", "cu_k_ptr", "softcap",
-    "drop_below", "keep_scale",
+    "dlse_ptr", "max_logits_ptr", "sinks_ptr", "slopes_ptr", "mask", "seed_ptr", "cu_q_ptr", "cu_k_ptr",
+    "softcap", "drop_below", "keep_scale",
 }
 VARLEN = {"cu_q_ptr", "cu_k_ptr"}
 DROPOUT = {"seed_ptr", "drop_below", "keep_scale"}

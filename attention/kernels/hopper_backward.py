@@ -1,0 +1,522 @@
+"""FlashAttention's backward for Hopper in Gluon: warp-specialised, one pass over the keys with five products.
+
+A program owns a tile of keys. One warp copies tiles of queries and of their gradient into rings in shared memory; two
+groups of four warps compute, for the tile of queries at hand (arXiv:2407.08608, and `backward` for the formulas),
+    Pᵀ = exp(scale k qᵀ - lse),   dPᵀ = v dOᵀ,   dSᵀ = Pᵀ ∘ (dPᵀ - delta),
+    dv += Pᵀ dO,   dk += dSᵀ q,   dq += dS k.
+Transposed, Pᵀ and dSᵀ come out in the registers from which the next products read them. The next tile's scores are
+multiplied while this one's exponentials, its gradient of scores and its share of dq are on their way. Shares of dq are
+added up in memory in fp32, in the order in which the threads hold them, and put in order by a last kernel.
+
+The portable twin is ``backward.py``; the torch twin is `attention.reference.tiled_backward`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..reference import Options, sink_gradient
+from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
+from .hopper_backward_careful import repair_kernel
+from .hopper_common import barrier, barriers, describe, load, processors, store
+
+L2_SHARE = 2**25  # bytes of the 50 MB that the heads that go together may take
+SIZES = [
+    "heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q", "tiles_k", "section", "heads",
+]  # fmt: skip
+
+
+@gluon.jit
+def _rounds(num_tiles):
+    """How many tiles of keys are this program's."""
+    full = num_tiles // gl.num_programs(0)
+    return full + (_turn(full) < num_tiles).to(gl.int32)
+
+
+@gluon.jit
+def _turn(count):
+    """The number of this program's tile in round `count`: every second round goes backwards, which evens out a list
+    whose work decreases."""
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    return count * programs + gl.where((count & 1) == 1, programs - 1 - pid, pid)
+
+
+@gluon.jit
+def _place(t, problem, BLOCK_N: gl.constexpr):
+    """Which keys tile t is of. The heads of a section, whose queries and gradients fit into L2, go together.
+
+    Under a causal mask the first keys are seen by the most queries. They go first in every second section, the last one
+    included, and last in the others, so that no program gets the longer tiles of every section.
+    """
+    heads_k, _, _, _, _, _, _, tiles_k, section, heads = problem
+    number = t // (section * tiles_k)
+    first = number * section
+    width = gl.minimum(section, heads - first)
+    rest = t - first * tiles_k
+    n = rest // width
+    is_descending = (gl.cdiv(heads, section) - number) & 1
+    n = gl.where(is_descending == 1, n, tiles_k - 1 - n)
+    batch_head = first + rest % width
+    return batch_head // heads_k, batch_head % heads_k, n * BLOCK_N
+
+
+@gluon.jit
+def _steps(start_n, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr,
+           BOUND_RIGHT: gl.constexpr):  # fmt: skip
+    """The first tile of queries that sees these keys; how many follow, itself included; after how many begin those that
+    need no mask, and how many they are. Key j is seen by queries from j - shift_right to j - shift_left."""
+    _, _, seqlen_q, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    begin = 0
+    full_begin = 0
+    full_end = end
+    if BOUND_RIGHT:
+        begin = gl.minimum(gl.maximum(start_n - shift_right, 0) // BLOCK_M, end - 1)
+        full_begin = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - shift_right, 0), BLOCK_M)
+    if BOUND_LEFT:
+        last = gl.maximum(gl.minimum(start_n + BLOCK_N, seqlen_k) - shift_left, 0)
+        end = gl.minimum(end, gl.cdiv(last, BLOCK_M))
+        full_end = gl.minimum(end, gl.maximum(start_n - shift_left + 1, 0) // BLOCK_M)
+    end = gl.maximum(end, begin + 1)  # whoever sees nothing still writes its zeros
+    # Keys past the end are masked, lest their weights overflow.
+    full_end = gl.where(start_n + BLOCK_N > seqlen_k, begin, gl.maximum(full_end, begin))
+    full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
+    return begin, end - begin, full_begin - begin, full_end - full_begin
+
+
+@gluon.jit
+def _copy(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """The copying role."""
+    q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, _, _, _ = shared
+    kv_full, kv_empty, q_full, do_full, empty = signals
+    heads_k, group, seqlen_q, _, _, _, _, tiles_k, _, heads = problem
+    step = 0
+    for count in range(_rounds(heads * tiles_k)):
+        batch, head, start_n = _place(_turn(count), problem, BLOCK_N)
+        begin, tiles, _, _ = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
+        for i in range(group * tiles):
+            head_q = head * group + i // tiles
+            start_m = (begin + i % tiles) * BLOCK_M
+            row = batch * heads_k * group + head_q
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            load(q_desc, [batch, head_q, start_m, 0], q_full.index(stage), q_ring.index(stage))
+            load(lse_desc, [row, start_m], q_full.index(stage), lse_ring.index(stage))
+            if i == 0:
+                mbarrier.wait(kv_empty, (count & 1) ^ 1)
+                mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+                load(k_desc, [batch, head, start_n, 0], kv_full, k_tile.index(0))
+                load(v_desc, [batch, head, start_n, 0], kv_full, v_tile.index(0))
+            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            load(do_desc, [batch, head_q, start_m, 0], do_full.index(stage), do_ring.index(stage))
+            load(delta_desc, [row, start_m], do_full.index(stage), delta_ring.index(stage))
+            step += 1
+    # The scores after the last are multiplied too, of zeros.
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+    load(q_desc, [0, 0, seqlen_q, 0], q_full.index(stage), q_ring.index(stage))
+
+
+@gluon.jit
+def _hidden(x):
+    """x, of which the compiler no longer knows where it is from."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _add_dq(dq_ptr, place, dq, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """Adds dq (BLOCK_M, D) to a tile in memory, whose order makes of a thread's registers groups of 16 bytes."""
+    address = (dq_ptr + place.to(gl.int64) * (BLOCK_M * D)).to(gl.int64, bitcast=True)
+    # Hides the sum, of which the compiler would keep eight variants with invariant terms in registers.
+    address = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [address], dtype=gl.int64, is_pure=True, pack=1)
+    dq_ptr = gl.multiple_of(address.to(dq_ptr.dtype, bitcast=True), 16)
+    # Rows: warp, half, lane; columns: register, lane, pair.
+    parts = dq.reshape([BLOCK_M // 16, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+    flat = parts.reshape([BLOCK_M * D])
+    offs = gl.arange(0, BLOCK_M * D, layout=flat.type.layout)
+    gl.atomic_add(dq_ptr + offs, flat, sem="relaxed")
+
+
+@gluon.jit
+def _zero_if_less(p, a, b):
+    """p, but 0 where a < b. In one piece of assembler, since the compiler would do all comparisons ahead of all
+    selections and, short of predicates, pack and unpack them, which doubles the work of a masked tile."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, 0f00000000, $1, p; }", "=f,f,r,r", [p, a, b],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _without_hidden(p, start_m, start_n, problem, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr):
+    """p (BLOCK_N, BLOCK_M), but 0 where a query doesn't see a key."""
+    _, _, _, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
+    layout: gl.constexpr = p.type.layout
+    offs_n = start_n + gl.arange(0, p.shape[0], gl.SliceLayout(1, layout))
+    offs_m = start_m + gl.arange(0, p.shape[1], gl.SliceLayout(0, layout))[None, :]
+    first = gl.where(offs_n < seqlen_k, offs_n - shift_right if BOUND_RIGHT else 0, 2**30)
+    p = _zero_if_less(p, offs_m, first[:, None])
+    if BOUND_LEFT:
+        p = _zero_if_less(p, (offs_n - shift_left)[:, None], offs_m)
+    return p
+
+
+@gluon.jit
+def _step(
+    i, s, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, unit_scale,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Adds a tile of queries, whose scores are s, to dk, dv and dq; returns the scores of the next tile, dk and dv."""
+    q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, p_tile, ds_tile, _ = shared
+    _, _, q_full, do_full, empty = signals
+    stage = i % STAGES
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    operand: gl.constexpr = gl.DotOperandLayout(0, DK_LAYOUT, 2)
+    q = q_ring.index(stage).reshape([BLOCK_M, D])
+    do = do_ring.index(stage).reshape([BLOCK_M, D])
+    # An index that is always 0, lest the assembler keep every address in registers over the loop and spill them.
+    k = k_tile.index(i >> 30).reshape([BLOCK_N, D])
+    v = v_tile.index(i >> 30).reshape([BLOCK_N, D])
+    p_tile = p_tile.index(i >> 30)
+    ds_tile = ds_tile.index(i >> 30)
+
+    mbarrier.wait(do_full.index(stage), i // STAGES & 1, deps=[do_ring])
+    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    p = gl.exp2(s * unit_scale - lse[None, :])
+    if masked:
+        p = _without_hidden(p, start_m, start_n, problem, BOUND_LEFT, BOUND_RIGHT)
+    zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
+    if WIDE:
+        p_tile.store(p.to(q_ring.dtype))
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        ds_tile.store((p * (dp - delta[None, :])).to(q_ring.dtype))
+        fence_async_shared()
+        barrier()
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma(p_tile, do, dv, is_async=True)
+        dk = warpgroup_mma(ds_tile, q, dk, is_async=True)
+    else:
+        p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
+        dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
+        ds = (p * (dp - delta[None, :])).to(q_ring.dtype)
+        ds_operand = gl.convert_layout(ds, operand)
+        ds_tile.store(ds)
+        fence_async_shared()
+        barrier()
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k, zeros, use_acc=False, is_async=True)
+        # An operand in registers is named where it is waited for, so that it stays there as long.
+        dv, p_operand = warpgroup_mma_wait(1, deps=[dv, p_operand])
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+
+    next_stage = (i + 1) % STAGES
+    mbarrier.wait(q_full.index(next_stage), (i + 1) // STAGES & 1, deps=[q_ring])
+    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+    next_q = q_ring.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0))
+    next_s = warpgroup_mma(k, next_q, zeros, use_acc=False, is_async=True)
+
+    # dq is added up in memory, which takes as long as two products, while the others are multiplied.
+    if WIDE:
+        dq = warpgroup_mma_wait(3, deps=[dq])
+        _add_dq(dq_ptr, place, dq, BLOCK_M, D)
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    else:
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        _add_dq(dq_ptr, place, dq, BLOCK_M, D)
+        dk, ds_operand = warpgroup_mma_wait(1, deps=[dk, ds_operand])
+    barrier()  # every warp is done with this tile, and with dS
+    mbarrier.arrive(empty.index(stage))
+    barrier()  # else the compiler puts one behind the next scores
+    # The assembler can't leave a product on its way from one iteration to the next.
+    next_s = warpgroup_mma_wait(0, deps=[next_s])
+    return next_s, dk, dv
+
+
+@gluon.jit
+def _multiply(
+    dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """The multiplying role."""
+    # Two groups of four warps share the keys, or, of only 64 keys, the queries and the width.
+    WIDE: gl.constexpr = BLOCK_N == 64
+    WARPS: gl.constexpr = [4, 2] if WIDE else [8, 1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=WARPS, instr_shape=[16, BLOCK_M // 2 if WIDE else BLOCK_M, 16]
+    )
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=WARPS, instr_shape=[16, D // 2 if WIDE else D, 16]
+    )
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=[BLOCK_M // 16, 128 // BLOCK_M], instr_shape=[16, D * BLOCK_M // 128, 16]
+    )
+    q_ring, _, _, _, k_tile, v_tile, _, _, results = shared
+    kv_full, kv_empty, q_full, _, _ = signals
+    heads_k, group, _, _, _, _, tiles_q, tiles_k, _, heads = problem
+    step = 0
+    for count in range(_rounds(heads * tiles_k)):
+        batch, head, start_n = _place(_turn(count), problem, BLOCK_N)
+        begin, tiles, before, full = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
+        mbarrier.wait(kv_full, count & 1, deps=[k_tile, v_tile])
+        stage = step % STAGES
+        mbarrier.wait(q_full.index(stage), step // STAGES & 1, deps=[q_ring])
+        k = k_tile.index(0).reshape([BLOCK_N, D])
+        q = q_ring.index(stage).reshape([BLOCK_M, D])
+        s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+        s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False)
+        dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+        dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+        # The place of a tile is counted on, without a division, in the heads' tiles of dq and in one head's.
+        place = (batch * heads_k + head) * group * tiles_q + begin
+        tile = 0
+        for _ in range(group * tiles):
+            is_masked = (tile < before) | (tile >= before + full)
+            s, dk, dv = _step(
+                step, s, dk, dv, shared, signals, problem, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
+                is_masked, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
+                BOUND_RIGHT, WIDE,
+            )  # fmt: skip
+            step += 1
+            tile += 1
+            place += gl.where(tile == tiles, tiles_q - tiles + 1, 1)
+            tile = gl.where(tile == tiles, 0, tile)
+        tma.store_wait(0)  # the last results have left
+        barrier()
+        if not WIDE:
+            mbarrier.arrive(kv_empty)
+        # Computed again rather than kept in registers over the loop.
+        batch, head, start_n = _place(_turn(_hidden(count)), problem, BLOCK_N)
+        dk_tile = k_tile.index(0) if WIDE else results.index(0)
+        dv_tile = v_tile.index(0) if WIDE else results.index(1)
+        dk_tile.reshape([BLOCK_N, D]).store((dk * scale).to(dk_desc.dtype))
+        dv_tile.reshape([BLOCK_N, D]).store(dv.to(dv_desc.dtype))
+        fence_async_shared()
+        barrier()
+        store(dk_desc, [batch, head, start_n, 0], dk_tile)
+        store(dv_desc, [batch, head, start_n, 0], dv_tile)
+        if WIDE:
+            tma.store_wait(0)
+            barrier()
+            mbarrier.arrive(kv_empty)
+        if redo_ptr is not None:
+            # What spoils dv, an incoming gradient that isn't finite, spoils dk too.
+            spoiled = gl.sum(dk * 0.0, 1) != 0.0
+            nowhere = gl.zeros((BLOCK_N,), gl.int32, gl.SliceLayout(1, DK_LAYOUT))
+            gl.store(redo_ptr + nowhere, nowhere + 1, mask=spoiled)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def _grad_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, redo_ptr,
+    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """dk, dv and the sums of dq, as many as there are processors at once."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], do_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, D], v_desc.layout)
+    lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse_desc.layout)
+    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    # Weights go through memory and results through that of the keys, where there are 64 keys; else not so.
+    if BLOCK_N == 64:
+        p_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], DS_LAYOUT)
+        results = k_tile
+    else:
+        p_tile = ds_tile
+        results = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_N, D], dk_desc.layout)
+    kv_full = barriers(1, 1).index(0)
+    kv_empty = barriers(1, 1).index(0)
+    q_full = barriers(STAGES, 1)
+    do_full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1)
+    fence_async_shared()
+    shared = (q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, p_tile, ds_tile, results)
+    signals = (kv_full, kv_empty, q_full, do_full, empty)
+    problem = (
+        heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale, D, BLOCK_M, BLOCK_N, STAGES,
+                BOUND_LEFT, BOUND_RIGHT,
+            )),
+            (_copy, (
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, BLOCK_M, BLOCK_N,
+                STAGES, BOUND_LEFT, BOUND_RIGHT,
+            )),
+        ],
+        [1],  # warps of the copying role; the other has the kernel's
+        [24],  # their registers
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
+def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_delta_ptr, delta_ptr, dq_ptr, redo_ptr,
+                    heads, seqlen, tiles, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Rows of a head's delta = Σ dO O - dlse, and of its lse in units of ln 2, padded to whole tiles; dq = 0.
+
+    Queries past the end, and those that see no key, get an lse of inf, and so weights of 0.
+    """
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // heads
+    head = batch_head % heads
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < seqlen
+    out = load_tile(out_rows, batch, head, tile * BLOCK_M, seqlen, BLOCK_M, D, BLOCK_D, False)
+    do = load_tile(do_rows, batch, head, tile * BLOCK_M, seqlen, BLOCK_M, D, BLOCK_D, False)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    row = tl.cast(batch_head, tl.int64) * seqlen
+    lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf"))
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row + offs_m, mask=mask_m, other=0.0)
+    padded = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(unit_lse_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E))
+    tl.store(padded_delta_ptr + padded, delta)
+    tl.store(delta_ptr + row + offs_m, delta, mask=mask_m)
+    dq_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
+    tl.store(dq_ptr + tl.arange(0, BLOCK_M * BLOCK_D), tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
+    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if tl.program_id(0) == 0:
+            tl.store(redo_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
+def _finish_kernel(sums_ptr, dq_ptr, redo_ptr, heads, seqlen, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_D: tl.constexpr):  # fmt: skip
+    """Scales dq, rounds it and puts it in the usual order, the inverse of that of `_add_dq`."""
+    tile = tl.program_id(0) % tiles
+    batch_head = tl.program_id(0) // tiles
+    sums_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
+    sums = tl.load(sums_ptr + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
+    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if tl.sum(sums * 0.0, 0) != 0.0:
+            tl.store(redo_ptr, 1)
+    parts = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2)
+    dq = parts.permute((0, 4, 2, 1, 3, 5)).reshape(BLOCK_M, BLOCK_D)
+    dq_ptr += (tl.cast(batch_head // heads, tl.int64) * seqlen * heads + batch_head % heads) * D
+    store_tile(dq_ptr, dq, tile * BLOCK_M, seqlen, heads * D, BLOCK_M, D, BLOCK_D)
+
+
+class Tile(NamedTuple):
+    """One program's share of the scores, and how many tiles of queries are in shared memory at once."""
+
+    block_m: int  # queries
+    block_n: int  # keys
+    stages: int
+
+
+TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}  # by padded head width
+
+
+def backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+    with_mask: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v, the sinks and a mask, of which there is none, none of the inputs empty.
+
+    For what `attention.backends.backward_runs_on_hopper` says."""
+    grad_out, q, k, v, out = (loadable(x) for x in (grad_out, q, k, v, out))
+    lse = lse.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    batch, seqlen_q, heads_q, width = q.shape
+    seqlen_k, heads_k = k.shape[1:3]
+    block_d = padded_width(width)
+    block_m, block_n, stages = TILES[block_d]
+    tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
+    heads = batch * heads_k
+    group = heads_q // heads_k
+    section = max(1, L2_SHARE // (8 * group * seqlen_q * block_d))  # of q, its gradient and sums of dq in fp32
+    rows = batch * heads_q
+    unit_lse = lse.new_empty(rows, tiles_q * block_m)
+    padded_delta = torch.empty_like(unit_lse)
+    delta = torch.empty_like(lse, dtype=torch.float32)
+    sums = lse.new_empty(rows * tiles_q * block_m * block_d)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    widths = {"D": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
+    shift = seqlen_k - seqlen_q
+    is_bounded = options.window_left is not None or options.window_right is not None
+    redo = torch.empty(1, dtype=torch.int32, device=q.device) if is_bounded else None
+    with on_device_of(q):
+        _prepare_kernel[(rows * tiles_q,)](
+            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, padded_delta, delta, sums, redo, heads_q,
+            seqlen_q, tiles_q, **widths,
+        )  # fmt: skip
+        _grad_kernel[(min(heads * tiles_k, processors(q.device)),)](
+            describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
+            describe(grad_out, block_m, block_d),
+            describe_rows(unit_lse, block_m), describe_rows(padded_delta, block_m),
+            describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums, redo,
+            heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
+            shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
+            D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
+            BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
+            num_warps=8,
+        )  # fmt: skip
+        _finish_kernel[(rows * tiles_q,)](sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths)
+        if redo is not None:
+            repair_kernel[(4 * processors(q.device),)](
+                pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, dq, dk, dv, redo, heads_q, group,
+                seqlen_q, seqlen_k, options.window_left or 0, options.window_right or 0, rows, options.scale,
+                D=width, BLOCK_D=block_d,
+                BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
+            )  # fmt: skip
+    return dq, dk, dv, sink_gradient(options.sinks, lse, delta), lse.new_empty(0)
+
+
+def padded_width(width: int) -> int:
+    return 64 if width <= 64 else 128 if width <= 128 else 256
+
+
+def describe_rows(x: torch.Tensor, width: int) -> TensorDescriptor:
+    """x (rows, length), contiguous, 32 bits an element, in pieces of one row."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, width], _layout(width))
+
+
+@functools.cache
+def _layout(width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, width], gl.float32)

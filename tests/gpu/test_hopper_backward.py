@@ -1,0 +1,119 @@
+"""The Hopper backward against float64: every width and mask, grouped heads, lengths that no tile divides, strides."""
+
+import pytest
+import torch
+
+from attention.backends import backward_runs_on_hopper
+from attention.reference import Options, dense
+from tests.attention.checks import assert_right, grad, tensor
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CAUSAL, FULL = (None, 0), (None, None)
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(reason="the kernel is Hopper's")
+
+
+def check(q, k, v, grad_out, window, grad_lse=None, sinks=None, scale=None):
+    """Compares with float64, and returns the gradients. The memory of the results is full of NaN beforehand."""
+    from attention.kernels import hopper_backward
+
+    width = q.shape[-1]
+    options = Options(width**-0.5 if scale is None else scale, *window, sinks=sinks)
+    truth, plain = (gradients(q, k, v, grad_out, grad_lse, options, dtype) for dtype in (torch.float64, q.dtype))
+    assert backward_runs_on_hopper("hopper", q, k, v, options)
+    poison = [torch.full((2, *x.shape), torch.nan, device="cuda", dtype=torch.float32) for x in (q, k, v)]
+    del poison
+    out, lse = truth.pop("out").to(q.dtype), truth.pop("lse").float()
+    dq, dk, dv, dsinks, _ = hopper_backward.backward(grad_out, grad_lse, q, k, v, out, lse, options, False)
+    ours = {"dq": dq, "dk": dk, "dv": dv} | ({} if sinks is None else {"dsinks": dsinks})
+    assert_right(ours, plain, truth)
+    return ours
+
+
+def gradients(q, k, v, grad_out, grad_lse, options, dtype):
+    leaves = {"q": q, "k": k, "v": v} | ({} if options.sinks is None else {"sinks": options.sinks})
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+    options = options._replace(sinks=leaves.get("sinks"))
+    out, lse, _ = dense(leaves["q"], leaves["k"], leaves["v"], options)
+    loss = (out * grad_out.to(dtype)).sum()
+    if grad_lse is not None:
+        loss = loss + (lse * grad_lse.to(dtype)).masked_fill(lse == -torch.inf, 0).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    results = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+    return results | ({"out": out.detach(), "lse": lse.detach()} if dtype == torch.float64 else {})
+
+
+def inputs(batch, seqlen_q, seqlen_k, heads_q, heads_k, width, dtype=BF16, layout="contiguous"):
+    torch.manual_seed(0)
+    shapes = [(batch, seqlen_q, heads_q, width)] + [(batch, seqlen_k, heads_k, width)] * 2
+    return [tensor(shape, layout, dtype, "cuda") for shape in [*shapes, shapes[0]]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("window", [CAUSAL, FULL, (100, 0), (70, 33)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_masks(width, window, dtype):
+    check(*inputs(2, 700, 700, 4, 2, width, dtype), window)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, FULL])
+@pytest.mark.parametrize("seqlen_k", [1, 64, 127, 300, 1000])
+@pytest.mark.parametrize("seqlen_q", [1, 63, 129, 1000])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_odd_lengths(width, seqlen_q, seqlen_k, window):
+    check(*inputs(2, seqlen_q, seqlen_k, 6, 2, width), window)
+
+
+@pytest.mark.parametrize("width", [40, 72, 96, 136, 192])
+def test_padded_widths(width):
+    check(*inputs(2, 300, 405, 4, 2, width), CAUSAL)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_more_tiles_than_processors(width):
+    check(*inputs(4, 1100, 1030, 16, 8, width), CAUSAL)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "packed", "width_strided"])
+def test_strides(layout):
+    q, k, v, grad_out = inputs(2, 300, 400, 4, 2, 64, BF16, layout)
+    check(q, k, v, grad_out, CAUSAL)
+    check(q, k, v, grad(q.shape, "expanded", BF16, "cuda"), CAUSAL)
+
+
+def test_sinks_and_a_gradient_of_lse():
+    q, k, v, grad_out = inputs(2, 333, 200, 4, 2, 128)
+    check(q, k, v, grad_out, CAUSAL, torch.randn(2, 4, 333, device="cuda"), torch.randn(4, device="cuda"))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+def test_scales(scale):
+    check(*inputs(1, 200, 300, 2, 2, 64, FP16), CAUSAL, scale=scale)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_keys_and_values_get_the_same_from_run_to_run(width):
+    arguments = inputs(2, 1024, 1024, 8, 2, width)
+    first, second = check(*arguments, CAUSAL), check(*arguments, CAUSAL)
+    assert torch.equal(first["dk"], second["dk"])
+    assert torch.equal(first["dv"], second["dv"])
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_what_is_not_finite_reaches_exactly_who_sees_it(where):
+    """As in the portable kernels."""
+    from attention.kernels import backward, hopper_backward
+
+    q, k, v, grad_out = tensors = inputs(1, 300, 300, 4, 2, 64)
+    options = Options(0.125, window_right=0)
+    out, lse, _ = (x.to(BF16) if x.dim() == 4 else x for x in dense(*(x.float() for x in (q, k, v)), options))
+    tensors[where][0, 145, 1, 2] = torch.nan
+    saved = (grad_out, None, q, k, v, out, lse, options, False)
+    grads, expected = hopper_backward.backward(*saved)[:3], backward.backward(*saved)[:3]
+    assert all(not x.isfinite().all() and x.isfinite().any() for x in expected[: 2 if where == 2 else 3])
+    for mine, portables in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, portables, rtol=2**-6, atol=2**-6, equal_nan=True)
