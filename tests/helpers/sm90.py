@@ -19,6 +19,7 @@ class Report(NamedTuple):
     ptx: str
     spilled_bytes: int
     warnings: list[str]
+    cubin: bytes
 
 
 def compile_kernel(kernel, signature, constants, aligned, **options) -> Report:
@@ -40,7 +41,7 @@ def compile_kernel(kernel, signature, constants, aligned, **options) -> Report:
     ptx = compiled.asm["ptx"]
     report = _assemble(ptx)
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
-    return Report(ptx, spilled, re.findall(r"C75\d\d.*", report))
+    return Report(ptx, spilled, re.findall(r"C75\d\d.*", report), compiled.asm["cubin"])
 
 
 def _assemble(ptx: str) -> str:
@@ -51,6 +52,41 @@ def _assemble(ptx: str) -> str:
         file.flush()
         command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def loops_with_products(cubin: bytes) -> list[list[str]]:
+    """The machine instructions of each innermost loop with wgmma.
+
+    A loop is a conditional branch backwards. Code that hardly ever runs, such as a barrier's second try, lies behind all
+    the rest and comes back without a condition.
+    """
+    instructions, labels = _disassemble(cubin)
+    spans = []
+    for end, instruction in enumerate(instructions):
+        branch = re.match(r"@\S+ BRA.*?(\.L_x_\d+)", instruction)
+        start = labels[branch[1]] if branch else end
+        if any("HGMMA" in one for one in instructions[start:end]):
+            spans.append((start, end))
+    innermost = [a for a in spans if not any(a[0] <= b[0] and b[1] <= a[1] for b in spans if b != a)]
+    return [instructions[start:end] for start, end in innermost]
+
+
+def _disassemble(cubin: bytes) -> tuple[list[str], dict[str, int]]:
+    """The instructions, and in front of which of them each label stands."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [Path(get_ptxas(90).path).with_name("nvdisasm"), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions, labels = [], {}
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            instructions.append(instruction[1])
+    return instructions, labels
 
 
 def run_uninterpreted(script: str) -> list[str]:
