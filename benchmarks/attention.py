@@ -221,7 +221,7 @@ def measure(shape: Shape, repeats: int, with_flex: bool) -> list[dict]:
                 torch.cuda._sleep(SLEEP_CYCLES)
                 backward = milliseconds(lambda out=out: torch.autograd.grad(out[0], (q, k, v), grad))
             except (RuntimeError, AssertionError) as error:
-                print(f"# {name} can't run {batch},{seqlen},{heads},{width}: {str(error).splitlines()[0]}")
+                print(f"# {name} can't run {batch},{seqlen},{heads},{width}: {error!r:.200}")
                 del attends[name]
                 continue
             if repeat >= 3:
