@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention --csv attention.csv            # the shapes of docs/performance.md
     python -m benchmarks.attention --shapes 4,4096,16,128,causal  # batch, length, heads, head width, mask
-    python -m benchmarks.attention --shapes 4,4096,16,128,causal --csv attention.csv --append  # keeps its other shapes
+    python -m benchmarks.attention --masks window varlen --csv attention.csv --append  # keeps the file's other shapes
 
 Masks: causal; full; window (causal, and the 1024 keys before the query's own); varlen (causal, all tokens of the batch
 packed into sequences of random lengths that add up to the same).
@@ -221,7 +221,7 @@ def measure(shape: Shape, repeats: int, with_flex: bool) -> list[dict]:
                 torch.cuda._sleep(SLEEP_CYCLES)
                 backward = milliseconds(lambda out=out: torch.autograd.grad(out[0], (q, k, v), grad))
             except (RuntimeError, AssertionError) as error:
-                print(f"# {name} can't run {batch},{seqlen},{heads},{width}: {str(error).splitlines()[0]}")
+                print(f"# {name} can't run {batch},{seqlen},{heads},{width}: {error!r:.200}")
                 del attends[name]
                 continue
             if repeat >= 3:
@@ -262,25 +262,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [parse(text) for text in SHAPES]
     parser.add_argument("--shapes", nargs="+", type=parse, default=default, metavar="B,S,H,D,MASK")
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS, help="only the shapes with these")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which takes long to compile")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write every number there")
     parser.add_argument("--append", action="store_true", help="keep the other shapes of the file")
     arguments = parser.parse_args()
+    shapes = [shape for shape in arguments.shapes if shape[4] in arguments.masks]
     rows = []
     if arguments.append and arguments.csv and arguments.csv.is_file():
-        rows = rows_of_other_shapes(arguments.csv, arguments.shapes)
+        rows = rows_of_other_shapes(arguments.csv, shapes)
         if rows and "matmul_tflops" not in rows[0]:
             parser.error(f"{arguments.csv} is of an older version of this benchmark and can't be appended to")
     made_by = setting("attention")
     print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**made_by))
     if not flash_attn_func:
         print("# FlashAttention-4 (flash_attn.cute) is not installed")
-    compile_ours(arguments.shapes)
+    compile_ours(shapes)
     made_by["matmul_tflops"] = matmul_tflops(arguments.repeats)
     print(f"# a product of 8192 x 8192 matrices: {made_by['matmul_tflops']:.0f} TFLOP/s")
     print("| B, S, H, D | mask | TFLOP/s forward / backward |")
-    for shape in arguments.shapes:
+    for shape in shapes:
         found = measure(shape, arguments.repeats, not arguments.no_flex)
         cells = [f"{row['variant']} {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found]
         print(f"| {', '.join(map(str, shape[:4]))} | {shape[4]} | " + " | ".join(cells) + " |", flush=True)
