@@ -10,12 +10,13 @@ import triton.language as tl
 from helpers.sm90 import compile_kernel, loops_with_products
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from attention.kernels.hopper_careful import repair_kernel
 from attention.kernels.hopper_forward import TILES, forward_kernel
 from attention.kernels.tiles import padded_widths
 
 EXPECTED = ("cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg")
 TYPES = {"scale": "fp32", "softcap": "fp32", "lse_ptr": "*fp32", "max_logits_ptr": "*fp32", "sinks_ptr": "*fp32"}
-TYPES |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
+TYPES |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "spoiled_ptr": "*i32"}
 VARLEN = {"cu_q_ptr", "cu_k_ptr"}
 OPTIONAL = VARLEN | {"max_logits_ptr", "sinks_ptr", "softcap"}
 FULL, CAUSAL, WINDOW = (False, False), (False, True), (True, True)
@@ -32,6 +33,7 @@ CASES = [
     ("fp16", 256, 256, WINDOW, set()),
     ("bf16", 192, 128, CAUSAL, set()),
 ]
+REPAIRS = [("bf16", 128, CAUSAL, set()), ("fp16", 256, WINDOW, VARLEN | {"sinks_ptr", "softcap"})]
 
 
 def desc(dtype, rows, width):
@@ -42,14 +44,15 @@ def desc(dtype, rows, width):
 def compile_case(dtype, width, width_v, bounds, on):
     block_d, block_dv = (max(64, block) for block in padded_widths(width, width_v))
     tile = TILES[max(block_d, block_dv)]
-    rows = (f"*{dtype}", "i32", "i32", "i32")
     signature = dict.fromkeys(forward_kernel.arg_names, "i32") | TYPES | {"out_ptr": f"*{dtype}"}
-    signature |= dict.fromkeys(("q_rows", "k_rows", "v_rows"), rows)
     signature |= {"q_desc": desc(dtype, 64, block_d), "out_desc": desc(dtype, 64, block_dv)}
     signature |= {"k_desc": desc(dtype, tile.block_n, block_d), "v_desc": desc(dtype, tile.block_n, block_dv)}
-    constants = {"D": width, "DV": width_v, "GROUPS": tile.groups, "STAGES": tile.stages, "REGISTERS": tile.registers}
+    constants = {"DV": width_v, "GROUPS": tile.groups, "STAGES": tile.stages, "REGISTERS": tile.registers}
     constants |= {"TAKE_TURNS": tile.take_turns, "BOUND_LEFT": bounds[0], "BOUND_RIGHT": bounds[1]}
     constants |= {"OUT_OVER_Q": min(block_d, block_dv) == 256} | dict.fromkeys(OPTIONAL - on)
+    if not any(bounds) and not on & VARLEN:
+        constants["spoiled_ptr"] = None
+    signature = {name: signature[name] for name in forward_kernel.arg_names}
     pointers = [name for name in signature if name.endswith("_ptr") and name not in constants]
     return tile, compile_kernel(forward_kernel, signature, constants, pointers, num_warps=4)
 
@@ -58,23 +61,45 @@ def check(case):
     dtype, width, width_v, bounds, on = case
     tile, report = compile_case(*case)
     faults = [instruction for instruction in EXPECTED if instruction not in report.ptx] + report.warnings
-    # Tile numbers that wait in memory between two tiles of queries; stores and loads are both counted.
-    if report.spilled_bytes > (512 if any(bounds) or on else 64):
+    # Numbers of tiles may wait in memory between two tiles of queries. Stores and loads are both counted; the unmasked
+    # kernel has none of them at 256 columns with Triton 3.6, and a few with 3.9.
+    allowed = 256 if any(bounds) or on else 64 if width == 256 else 0
+    if report.spilled_bytes > allowed:
         faults.append(f"spills {report.spilled_bytes} bytes")
-    # Each group has a loop over the keys that all its queries see, and one or two, masked, beside it.
+    # A group has a loop over keys at the right edge of what its queries see, one over those that all of them see and,
+    # with a window, one over those at the left edge.
     loops = loops_with_products(report.cubin)
-    if len(loops) != tile.groups * (3 if bounds[0] else 2):
+    loops_per_group = 3 if bounds[0] else 2
+    if len(loops) != tile.groups * loops_per_group:
         faults.append(f"{len(loops)} loops with products")
-    for loop in loops:
+    for i, loop in enumerate(loops):
         local = [one for one in loop if "LDL" in one or "STL" in one]
-        # With two limits a row, the masked loops read a number or two again, in some 700 instructions.
-        if len(local) > (2 if bounds[0] else 0) or any("STL" in one for one in local):
+        # Few tiles are masked, and with two limits a row or a softcap such a loop may keep one number in memory.
+        is_masked = i % loops_per_group != 1
+        if len(local) > (2 if is_masked and (bounds[0] or "softcap" in on) else 0):
             faults.append(f"a loop of {len(loop)} instructions with {local}")
     return f"{dtype} {width} {width_v} {bounds} {sorted(on)}: {faults or 'ok'}"
 
 
+def check_repair(case):
+    dtype, width, bounds, on = case
+    signature = dict.fromkeys(repair_kernel.arg_names, "i32") | TYPES | {"out_ptr": f"*{dtype}"}
+    signature |= dict.fromkeys(("q_rows", "k_rows", "v_rows"), (f"*{dtype}", "i32", "i32", "i32"))
+    signature = {name: signature[name] for name in repair_kernel.arg_names}
+    constants = {"D": width, "DV": width, "BLOCK_D": width, "BLOCK_DV": width, "GROUPS": TILES[width].groups}
+    constants |= {"BOUND_LEFT": bounds[0], "BOUND_RIGHT": bounds[1]}
+    constants |= {name: None for name in OPTIONAL - on if name in signature}
+    aligned = [name for name in signature if name.endswith("_ptr") and name not in constants]
+    compile_kernel(repair_kernel, signature, constants, aligned, num_warps=4)
+    return f"repair {dtype} {width} {bounds} {sorted(on)}: ok"
+
+
+def check_any(case):
+    return check(case) if len(case) == 5 else check_repair(case)
+
+
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    for line in pool.imap(check, CASES, chunksize=1):
+    for line in pool.imap(check_any, CASES + REPAIRS, chunksize=1):
         print(line)
 """
 
@@ -82,5 +107,5 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 def test_the_forward_compiles_for_hopper():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 11
+    assert len(lines) == 13
     assert [line for line in lines if not line.endswith(": ok")] == []

@@ -57,8 +57,8 @@ def _assemble(ptx: str) -> str:
 def loops_with_products(cubin: bytes) -> list[list[str]]:
     """The machine instructions of each innermost loop with wgmma.
 
-    A loop is a conditional branch backwards. Code that hardly ever runs, such as a barrier's second try, lies behind all
-    the rest and comes back without a condition.
+    A loop is a conditional branch backwards. Code that hardly ever runs, such as a barrier's second try, lies behind
+    all the rest and comes back without a condition.
     """
     instructions, labels = _disassemble(cubin)
     spans = []
