@@ -416,6 +416,10 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, with_max_logits: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse and max_logits, for what `attention.backends.why_not_hopper` has nothing against."""
+    if v.shape[-1] % 8:  # the copy engine writes rows whose beginnings are multiples of 16 bytes apart
+        padded = torch.nn.functional.pad(v, (0, -v.shape[-1] % 8))
+        out, lse, max_logits = forward(q, k, padded, options, with_max_logits)
+        return out[..., : v.shape[-1]].contiguous(), lse, max_logits
     packed = options.cu_seqlens_q is not None
     *batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[-3:]
