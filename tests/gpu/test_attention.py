@@ -233,7 +233,7 @@ def assert_repeatable(leaves, out, grad_out, times):
 def test_repeated_backward_is_bitwise_equal(width):
     *tensors, grad_out = inputs(4, 1024, 1024, 8, 4, width, width, BF16)
     leaves = [x.requires_grad_() for x in tensors]
-    assert_repeatable(leaves, flash_attention(*leaves, causal=True), grad_out, 100)
+    assert_repeatable(leaves, flash_attention(*leaves, causal=True, deterministic=True), grad_out, 100)
 
 
 @pytest.mark.parametrize("names", [COMBINATIONS[5], COMBINATIONS[6], COMBINATIONS[8]])
@@ -243,13 +243,13 @@ def test_repeated_backward_with_options_is_bitwise_equal(names):
     leaves += [options[name].requires_grad_() for name in ("sinks", "mask") if name in options]
     if "cu_seqlens" in options:
         lengths = (*options.pop("cu_seqlens"), 863, 900)
-        out = flash_attention_varlen(*leaves[:3], *lengths, **options, return_max_logits=True)[0]
+        out = flash_attention_varlen(*leaves[:3], *lengths, **options, return_max_logits=True, deterministic=True)[0]
     elif "mask" in options:
         out = scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in leaves[:3]), options["mask"], enable_gqa=True
         ).transpose(1, 2)
     else:
-        out = flash_attention(*leaves[:3], **options, return_max_logits=True)[0]
+        out = flash_attention(*leaves[:3], **options, return_max_logits=True, deterministic=True)[0]
     assert_repeatable(leaves, out, grad_out, 100)
 
 
@@ -276,7 +276,7 @@ def test_cuda_graph():
     q, k, v = (x.requires_grad_() for x in tensors)
 
     def step():
-        out = flash_attention(q, k, v, causal=True)
+        out = flash_attention(q, k, v, causal=True, deterministic=True)
         return out, *torch.autograd.grad(out, (q, k, v), grad_out)
 
     stream = torch.cuda.Stream()
@@ -340,7 +340,8 @@ def test_offsets_beyond_32_bits():
     expected = flash_attention(*(last.contiguous(),) * 3)
     torch.testing.assert_close(flash_attention(last, last, last), expected, rtol=0, atol=0)
     tail = q[:, -64:, -1:]
-    torch.testing.assert_close(flash_attention(tail, last, last), expected[:, -64:], rtol=0, atol=0)
+    expected = flash_attention(*(x.contiguous() for x in (tail, last, last)))  # few queries go to other kernels
+    torch.testing.assert_close(flash_attention(tail, last, last), expected, rtol=0, atol=0)
 
 
 def test_positions_far_apart():

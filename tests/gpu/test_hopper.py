@@ -1,4 +1,4 @@
-"""backend="hopper" against float64: every width, mask and option, lengths of no whole tiles, strides, NaN and inf."""
+"""backend="hopper" against float64: widths, masks and options, lengths that no tile divides, strides, NaN and inf."""
 
 import contextlib
 
@@ -97,13 +97,13 @@ def test_masks(width, window, dtype):
     check_forward(k.repeat_interleave(2, 2), q[:, :, :2], q[:, :, 2:], window)  # more queries than keys
 
 
-@pytest.mark.parametrize("seqlen_k", LENGTHS)
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 @pytest.mark.parametrize("window", [CAUSAL, FULL])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_odd_lengths(width, window, seqlen_q, seqlen_k):
-    q, k, v, _ = inputs(2, seqlen_q, seqlen_k, 6, 2, width, width, BF16)
-    check_forward(q, k, v, window)
+def test_odd_lengths(width, window, seqlen_q):
+    for seqlen_k in LENGTHS:
+        q, k, v, _ = inputs(2, seqlen_q, seqlen_k, 6, 2, width, width, BF16)
+        check_forward(q, k, v, window)
 
 
 @pytest.mark.parametrize("window", [LEFT, (0, 0), (0, 300), (300, 0), (1, 1), (700, 700), (2**30, 2**30), (2**40, 0)])
