@@ -35,13 +35,6 @@ def share(text: str) -> float:
     return value
 
 
-def shard_size(text: str) -> int:
-    value = positive_int(text)
-    if value >= 2**31:
-        raise ArgumentTypeError(f"{text!r} is not below 2**31, as a shard's header counts in int32")
-    return value
-
-
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(
         prog="python -m examples.prepare",
@@ -53,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--include", metavar="GLOB", nargs="+", default=[], help="a folder's files to take, such as '*.py' '*.h'")
     add("--tokenizer", metavar="NAME", default="gpt2", choices=NAMES, help="gpt2 (default), bytes or chars")
     add("--out", metavar="FOLDER", type=path, required=True, help="for the shards; must be new or empty")
-    add("--shard-tokens", metavar="N", type=shard_size, default=10**8, help="tokens in a shard; default: 100 million")
+    add("--shard-tokens", metavar="N", type=positive_int, default=10**8, help="tokens in a shard; default: 100 million")
     add("--val-fraction", metavar="X", type=share, default=0.1, help="share to validate on; default: 0.1")
     return parser.parse_args(argv)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,25 @@ def run(main: Callable[[Sequence[str] | None], object]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # who reads what we print, as `| head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        sys.exit(1)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(
+            "error: out of memory: a smaller --batch (with the same --batch-tokens), --context or --width needs less",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """On a CPU torch's is a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def natural(text: str) -> int:
@@ -56,8 +76,8 @@ def path(text: str) -> Path:
 
 
 def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0 and below 2**31")
     return int(text)
 
 

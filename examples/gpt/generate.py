@@ -51,6 +51,6 @@ def sample(
     if top_p < 1:
         descending = probabilities.sort(dim=-1, descending=True).values
         before = descending.cumsum(dim=-1) - descending  # what the likelier ones add up to
-        least = descending.masked_fill(before >= top_p, torch.inf).amin(dim=-1, keepdim=True)
+        least = descending.masked_fill(before >= max(top_p, 1e-30), torch.inf).amin(dim=-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < least, 0)
     return torch.multinomial(probabilities, 1, generator=generator)

@@ -29,6 +29,7 @@ def make_parser() -> ArgumentParser:
         prog="python -m examples.train",
         usage="%(prog)s [options]",
         description="Train a GPT with Muon and FlashAttention. What is not given comes from the preset.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--preset", metavar="NAME", default="cpu", choices=PRESETS, help=", ".join(PRESETS))

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 from examples import sample, train
 from examples.gpt import checkpoint, cli
@@ -35,12 +36,53 @@ def test_a_mistake_on_the_command_line(arguments: tuple[str, ...], says: str) ->
     check(result.stderr, says)
 
 
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(model: Path) -> None:
+    """As `python -m examples.sample | head -1` does."""
+    arguments = [sys.executable, "-m", "examples.sample", "--run", str(model), "--length", "100000"]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device", "runs/cpu/metrics.csv"), "No space left on device: 'runs/cpu/metrics"),
+        (MemoryError("Unable to allocate 24.9 GiB for an array"), "out of memory: a smaller --batch"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.9 GiB"), "out of memory: a smaller --batch"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "--context"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as exit:
+        cli.run(fail)
+    assert exit.value.code == 2
+    check(capsys.readouterr().err, says)
+
+
+def test_a_fault_of_ours_is_a_traceback() -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        cli.run(fail)
+
+
 @pytest.mark.parametrize(
     ("module", "arguments", "says"),
     [
         (train, ("--preset", "gpt5"), "gpt2-124m"),
         (train, ("--optimizer", "sgd"), "adamw"),
         (train, ("--steps", "0"), "not a whole number above 0"),
+        (train, ("--batch", "9" * 20), "not a whole number above 0 and below 2**31"),
+        (train, ("--see", "3"), "--see"),  # not short for --seed: a later option could make it mean something else
         (train, ("--seed", "-1"), "--seed"),
         (train, ("--seed", "9" * 23), "--seed"),
         (train, ("--lr", "fast"), "not a number"),
@@ -68,6 +110,7 @@ def test_a_mistake_on_the_command_line(arguments: tuple[str, ...], says: str) ->
         (train, ("--out", "{blocked}"), "metrics.csv"),
         (train, ("--out", ""), "--out"),
         (sample, ("--run", ""), "--run"),
+        (sample, ("--run", "x" * 300), "File name too long"),
         (sample, ("--prompt", ""), "--prompt"),
         (sample, ("--temperature", "-1"), "--temperature"),
         (sample, ("--top-p", "0"), "not a number above 0 and up to 1"),
@@ -107,11 +150,8 @@ def write(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-def test_sample_writes_what_recomputation_gives(
-    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Greedy, the text is the likeliest character after character, without a cache; otherwise it is the seed's."""
+def write_model(architecture: str, run: Path) -> tuple[nn.Module, Characters]:
+    """A run's best.pt, of random weights."""
     torch.manual_seed(0)
     tokenizer = Characters("abcdefghijklmnopqrstuvwxyz .,\n")
     shape = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab_size": tokenizer.vocab_size}
@@ -119,14 +159,29 @@ def test_sample_writes_what_recomputation_gives(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     about = {"architecture": architecture, "shape": shape, "tokenizer": tokenizer.state(), "prompt": "\n"}
-    checkpoint.write(tmp_path / "best.pt", {"about": about, "model": model.state_dict()})
+    checkpoint.write(run / "best.pt", {"about": about, "model": model.state_dict()})
+    return model, tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model("gpt", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_sample_writes_what_recomputation_gives(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy, the text is the likeliest character after character, without a cache; otherwise it is the seed's."""
+    model, tokenizer = write_model(architecture, tmp_path)
     tokens = tokenizer.encode("ab")[None]
     for _ in range(40):
         with torch.no_grad():
             tokens = torch.cat([tokens, model(tokens[:, -16:])[:, -1:].argmax(-1)], dim=1)
     expected = "".join(tokenizer.decode(tokens[0].tolist())) + "\n"
     assert write(tmp_path, capsys, "--temperature", "0") == expected
-    assert write(tmp_path, capsys, "--top-k", "1") == write(tmp_path, capsys, "--top-p", "1e-9") == expected
+    assert write(tmp_path, capsys, "--top-k", "1") == write(tmp_path, capsys, "--top-p", "1e-300") == expected
     texts = [write(tmp_path, capsys, "--seed", str(seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] and len({expected, *texts}) == 3
     sample.main(["--run", str(tmp_path), "--length", "1"])
