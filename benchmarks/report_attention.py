@@ -82,7 +82,7 @@ def smallest_to_flex(found: Found) -> str:
 
 def cost_of_max_logits(found: Found) -> str:
     cost, shape, mask = max(
-        (float(variants["ours_max"]["forward_ms"]) / float(variants["ours"]["forward_ms"]) - 1, shape, mask)
+        (float(variants["ours"]["forward_tflops"]) / float(variants["ours_max"]["forward_tflops"]) - 1, shape, mask)
         for (shape, mask), variants in found.items()
     )
     return f"`return_max_logits` costs at most {cost:.1%} of a forward ({shape}, {mask})."
