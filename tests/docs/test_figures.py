@@ -139,7 +139,7 @@ def test_the_report_of_attention(tmp_path):
     assert (tmp_path / "attention.png").is_file()
     assert "| 4, 4096, 32, 64 | 480 / 400 | 400 / 500 | 240 / 200 |" in report_attention.short(rows)
     table = report.table("attention", report.beside_each_other("attention", rows))
-    assert "| 4, 4096, 32, 64 | window | 400 / 200 | 400 / 200 | 200 / 200 |  |" in table
+    assert "| 4, 4096, 32, 64 | window | 400 / 200 | 396 / 200 | 200 / 200 |  |" in table
     assert table.endswith("`python causal`, `python full`, `python window`")
 
 
