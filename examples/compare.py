@@ -30,8 +30,8 @@ from typing import Any
 
 from examples import train
 from examples.gpt import options
-from examples.gpt.cli import ArgumentParser, UserError, path, pick_device, positive_float, positive_int, run
-from examples.gpt.measure import read_csv, setting, source, writable, write_csv
+from examples.gpt.cli import ArgumentParser, UserError, csv_path, path, pick_device, positive_float, positive_int, run
+from examples.gpt.measure import foreign, read_csv, setting, source, writable, write_csv
 from examples.gpt.sweep import (
     FIRST_SEED,
     LABELS,
@@ -67,14 +67,14 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     add("--seeds", metavar="N", type=positive_int, default=3, help="runs at each best point (3)")
     add("--target", metavar="X", type=positive_float, help="a loss: how many steps does each need?")
     add("--out", metavar="FOLDER", type=path, default=Path("runs/compare"), help="for all runs (runs/compare)")
-    add("--csv", metavar="PATH", type=path, help="default: compare.csv in --out; the figure is beside")
+    add("--csv", metavar="PATH", type=csv_path, help="default: compare.csv in --out; the figure is beside")
     add("--report", metavar="PATH", type=path, help="table and figure of such a CSV, without training")
     args, rest = parser.parse_known_args(argv)
     for option in rest:
         if option.split("=")[0] in OURS:
             parser.error(f"{option} is what is compared; give --muon-lrs, --adamw-lrs or --seeds")
     _, preset, _ = options.parse(rest)
-    if "--checkpoint-every" not in rest:
+    if preset.checkpoint_every is None:
         rest += ["--checkpoint-every", str(preset.steps)]  # a stopped run starts anew
     args.lrs = {
         "muon": args.muon_lrs or [preset.muon_lr * factor for factor in (0.5, 1, 2)],
@@ -100,7 +100,10 @@ def trained(optimizer: str, lr: float, seed: int, folder: Path, rest: list[str])
     if not record.exists():
         diverged = train_quietly(command, out)
         record.write_text(json.dumps({"options": command, "diverged": diverged}, indent=2) + "\n")
-    found = json.loads(record.read_text())
+    try:
+        found = json.loads(record.read_text())
+    except ValueError as error:  # cut off when the machine stopped
+        raise UserError(f"{record} is damaged; remove {out}") from error
     if found["options"] != command:
         raise UserError(f"{out} is of a comparison with other options; choose another --out or remove it")
     rows = read_metrics(out / "metrics.csv")
@@ -168,9 +171,14 @@ def from_rows(rows: Sequence[dict[str, str]]) -> list[Run]:
 def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None]:
     """Draws the figure beside the CSV; returns the result in markdown, and why there is no verdict, if so."""
     rows = read_csv(csv_path, "val_loss")
-    runs = from_rows(rows)
-    target = target or float(rows[0]["target"] or 0) or None
-    by_name = {name: [run for run in runs if run.optimizer == name] for name in LABELS}
+    try:
+        runs = from_rows(rows)
+        target = target or float(rows[0]["target"] or 0) or None
+        by_name = {name: [run for run in runs if run.optimizer == name] for name in LABELS}
+        if not all(by_name.values()):
+            raise ValueError(by_name)
+    except (KeyError, TypeError, ValueError) as error:
+        raise foreign(csv_path) from error
     best = {name: [run for run in some if run.lr == best_lr(some)] for name, some in by_name.items()}
     draw(by_name, best, csv_path.with_suffix(".png"))
     lines = [f"- {LABELS[name]}, final loss by learning rate: {sweep_line(some)}" for name, some in by_name.items()]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shlex
 import shutil
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
@@ -120,7 +122,7 @@ def bar(name: str, spans: Sequence[Span], disable: bool = False) -> Iterator[Cal
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
     """A folder that takes `out`'s place when all went well, so that `out` is always whole."""
-    out = out.absolute()
+    out = Path(os.path.realpath(out))  # a link stays one
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
     aside.mkdir(parents=True)
@@ -150,7 +152,7 @@ def report(notes: dict[str, Any], out: Path) -> None:
     for part, name in (("train", "training"), ("val", "validation")):
         some = notes[part]
         print(f"{name:10} {some['bytes']:,} bytes, {some['tokens']:,} tokens, {some['shards']} shards")
-    print(f"{out}: train with python -m examples.train --data {out}")
+    print(f"{out}: train with {shlex.join(['python', '-m', 'examples.train', '--data', str(out)])}")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from examples import train
 from examples.gpt import data, options, roofline, trace
-from examples.gpt.cli import ArgumentParser, path, pick_device, positive_int, run
-from examples.gpt.measure import milliseconds, read_csv, setting, source, writable, write_csv
+from examples.gpt.cli import ArgumentParser, csv_path, path, pick_device, positive_int, run
+from examples.gpt.measure import foreign, milliseconds, read_csv, setting, source, writable, write_csv
 from examples.gpt.presets import MODELS, Preset
 from examples.gpt.ranks import ALONE
 from examples.gpt.roofline import Ceilings
@@ -58,7 +58,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     add = parser.add_argument
     add("--top", metavar="N", type=positive_int, default=20, help="rows of the table (20)")
     add("--profiled", metavar="N", type=positive_int, default=5, help="steps to profile (5)")
-    add("--csv", metavar="PATH", type=path, default=Path("runs/profile.csv"), help="runs/profile.csv; figure beside")
+    add(
+        "--csv", metavar="PATH", type=csv_path, default=Path("runs/profile.csv"), help="runs/profile.csv; figure beside"
+    )
     add("--report", metavar="PATH", type=path, help="table and figure of such a CSV, measuring nothing")
     return parser.parse_known_args(argv)
 
@@ -201,15 +203,18 @@ def report(csv_path: Path, top: int = 20) -> str:
     """Draws the figure beside the CSV; returns the table."""
     found = read_csv(csv_path, "operator")
     first = found[0]
-    rows = [
-        Row(
-            *(one[name] for name in ("kind", "operator", "shapes")),
-            *(float(one[name]) for name in ("calls", "ms")),
-            *(float(one[name]) if one[name] else None for name in ("flops", "bytes")),
-        )
-        for one in found
-    ]
-    ceilings = Ceilings(float(first["ceiling_flops"]), float(first["ceiling_bandwidth"]))
+    try:
+        rows = [
+            Row(
+                *(one[name] for name in ("kind", "operator", "shapes")),
+                *(float(one[name]) for name in ("calls", "ms")),
+                *(float(one[name]) if one[name] else None for name in ("flops", "bytes")),
+            )
+            for one in found
+        ]
+        ceilings = Ceilings(float(first["ceiling_flops"]), float(first["ceiling_bandwidth"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise foreign(csv_path) from error
     roofline.draw(rows, ceilings, f"{first['run']}, {first['device']}", csv_path.with_suffix(".png"))
     return f"{table(rows, float(first['step_ms']), ceilings, top)}\n\n{first['run']}. {source(csv_path, first)}"
 

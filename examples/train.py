@@ -20,6 +20,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,19 @@ def train_on(
     about = saved["about"] if saved else about_run(argv, args, preset, corpus, device, ranks)
     if saved:
         go_on(state, saved, corpus, args.out, ranks)
-    metrics = start_run(args, about, state, ranks)
-    describe(preset, model, state.optimizer, corpus, device, ranks)
+    with checkpoint.locked(args.out) if ranks.is_first else nullcontext():
+        metrics = start_run(args, about, state, ranks)
+        describe(preset, model, state.optimizer, corpus, device, ranks)
 
-    def save(name: str, content: dict[str, Any]) -> None:
-        if ranks.is_first:
-            checkpoint.write(args.out / name, {"about": about} | content)
+        def save(name: str, content: dict[str, Any]) -> None:
+            if ranks.is_first:
+                checkpoint.write(args.out / name, {"about": about} | content)
 
-    compiled = ranks.wrap(torch.compile(model) if preset.compile else model)
-    train(state, compiled, corpus, preset, metrics, save, seed=args.seed, ranks=ranks)
-    save("last.pt", state.state_dict(ranks))
-    metrics.finish()
-    return end_run(args, about, preset, state, corpus) if ranks.is_first else {}
+        compiled = ranks.wrap(torch.compile(model) if preset.compile else model)
+        train(state, compiled, corpus, preset, metrics, save, seed=args.seed, ranks=ranks)
+        save("last.pt", state.state_dict(ranks))
+        metrics.finish()
+        return end_run(args, about, preset, state, corpus) if ranks.is_first else {}
 
 
 def make_state(model: nn.Module, preset: Preset, optimizer_name: str, device: torch.device, ranks: Ranks) -> State:
@@ -122,17 +124,16 @@ def go_on(state: State, saved: dict[str, Any], corpus: data.Data, out: Path, ran
         raise UserError(f"the data has changed since the run in {out} was started: {sizes} now")
     try:
         state.load_state_dict(saved, ranks)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise checkpoint.damaged(out / "last.pt") from error
 
 
 def start_run(args: Namespace, about: dict[str, Any], state: State, ranks: Ranks) -> Metrics:
-    """The run's folder and its first files: if it can't be written to, that shows before the training."""
+    """The run's first files: if its folder can't be written to, that shows before the training."""
     if not ranks.is_first:
         return Metrics(None)
     out, metrics = args.out, Metrics(args.out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         metrics.start(state.rows)
         if not args.resume:
             (out / "config.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,36 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder, made if need be, is this run's alone: two would write over each other's files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+    except OSError as error:
+        raise UserError(f"cannot write to --out {folder}: {error.filename}: {error.strerror}") from error
+    if descriptor is None:
+        yield
+        return
+    try:
+        lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, folder: Path) -> None:
+    """Until the process ends, or the descriptor is closed."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another run is writing to {folder}; wait for it, or give another --out") from error
+    except OSError:
+        pass  # not every file system has locks
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write aside and rename: the file is always whole, whenever the process or the machine stops."""
     aside = path.with_suffix(".tmp")
@@ -121,6 +154,8 @@ def read(path: Path) -> dict[str, Any]:
     """What `write` wrote, on the CPU."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # whatever a truncated or foreign file makes torch.load raise
         raise damaged(path) from error
     if not isinstance(saved, dict) or not {"format", "about", "model"} <= saved.keys():
@@ -132,7 +167,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path) -> UserError:
-    return UserError(f"{path} is damaged, or not a checkpoint of examples.train")
+    return UserError(f"{path} is damaged, or not a checkpoint of this version of examples.train")
 
 
 def read_last(out: Path) -> dict[str, Any]:
@@ -146,13 +181,14 @@ def load(run: Path, device: torch.device) -> tuple[nn.Module, Any, str]:
     """A run's best model, or its last where nothing was validated yet; its tokenizer; and a prompt to begin with."""
     path = next((run / name for name in ("best.pt", "last.pt") if (run / name).is_file()), None)
     if path is None:
-        raise UserError(f"there is no best.pt or last.pt in {run}; train first: python -m examples.train --out {run}")
+        command = shlex.join(["python", "-m", "examples.train", "--out", str(run)])
+        raise UserError(f"there is no best.pt or last.pt in {run}; train first: {command}")
     saved = read(path)
     try:
         about = saved["about"]
         model = MODELS[about["architecture"]](**about["shape"])
         model.load_state_dict(saved["model"])
         tokenizer, prompt = tokens.from_state(about["tokenizer"]), about["prompt"]
-    except (KeyError, TypeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise damaged(path) from error
     return model.to(device).eval(), tokenizer, prompt

@@ -75,6 +75,12 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def csv_path(text: str) -> Path:
+    if Path(text).suffix == ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} is where the figure would go; give a name that ends in .csv")
+    return path(text)
+
+
 def positive_int(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0 and below 2**31")

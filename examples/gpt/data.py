@@ -6,6 +6,7 @@ of tokens and of bytes are mapped into memory, and batches take their windows fr
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def load_text(path: Path | None, tokenizer: str) -> Data:
         joined = join_bytes(text.files, size)
         return Data(text.name, *cut(joined, len(joined) - len(joined) // 10), Bytes(), bytes_per_token=1.0)
     if size > IN_MEMORY:
-        command = f"python -m examples.prepare --data {path} --tokenizer {tokenizer} --out FOLDER"
+        command = f"python -m examples.prepare --data {shlex.quote(str(path))} --tokenizer {tokenizer} --out FOLDER"
         raise UserError(f"{text.name} has {size:,} bytes; make tokens of it once ({command}) and give --data FOLDER")
     train, val = corpus.split(text, 0.1, tokenizer)
     made = corpus.make_tokenizer(tokenizer, [*train, *val])
@@ -106,7 +107,9 @@ def load_tokens(path: Path, train: list[Path], val: list[Path], tokenizer: str |
     notes = shards.read_notes(folder)
     made = from_state(notes["tokenizer"]) if notes else foreign_tokenizer(folder, tokenizer)
     if tokenizer not in (None, made.name):
-        raise UserError(f"{path} has {made.name} tokens, not {tokenizer}; leave --tokenizer out, or {shards.REBUILD}")
+        raise UserError(
+            f"{path} has {made.name} tokens, not {tokenizer}; leave --tokenizer out, or give the text itself"
+        )
     whole = {part: open_all(files, made) for part, files in (("train", train), ("val", val))}
     name = f"{path} ({len(train) + len(val)} files of tokens: {made.name})" if path.is_dir() else str(path)
     bytes_per_token = 1.0 if made.name == "bytes" else None
@@ -141,7 +144,8 @@ def check_complete(folder: Path, whole: dict[str, Tokens], notes: dict) -> None:
     for part, tokens in whole.items():
         if len(tokens) != notes[part]["tokens"]:
             expected = f"{folder / shards.NOTES} promises {notes[part]['tokens']:,}"
-            raise UserError(f"the {part} shards in {folder} have {len(tokens):,} tokens, {expected}; {shards.REBUILD}")
+            rebuild = shards.REBUILD.replace("gpt2", notes["tokenizer"]["name"])
+            raise UserError(f"the {part} shards in {folder} have {len(tokens):,} tokens, {expected}; {rebuild}")
 
 
 def cut(tokens: Tokens, border: int) -> tuple[Tokens, Tokens]:

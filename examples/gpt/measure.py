@@ -66,8 +66,12 @@ def read_csv(path: Path, needed: str) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if not rows or needed not in rows[0]:
-        raise UserError(f"{path} is not a CSV that this command wrote")
+        raise foreign(path)
     return rows
+
+
+def foreign(path: Path) -> UserError:
+    return UserError(f"{path} is not a CSV that this command wrote")
 
 
 def source(path: Path, row: dict[str, str]) -> str:

@@ -68,12 +68,14 @@ def parse(argv: Sequence[str] | None) -> tuple[Namespace, Preset, dict[str, Any]
     if not args.resume:
         return args, preset_with_options(args), None
     saved = checkpoint.read_last(args.out)
-    about = saved["about"]
-    parser.set_defaults(**about["options"])
-    out, args = args.out, parser.parse_args(argv)
-    args.out = out
-    refuse_other_options(args, about)
-    return args, Preset(**about["preset"]), saved
+    try:
+        about = saved["about"]
+        parser.set_defaults(**about["options"] | {"out": args.out})
+        args = parser.parse_args(argv)
+        refuse_other_options(args, about)
+        return args, Preset(**about["preset"]), saved
+    except (KeyError, TypeError) as error:  # written by something else, or by another version
+        raise checkpoint.damaged(args.out / "last.pt") from error
 
 
 def refuse_other_options(args: Namespace, about: dict[str, Any]) -> None:

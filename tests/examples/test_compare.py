@@ -247,6 +247,19 @@ def test_the_real_trainer(tmp_path: Path) -> None:
     assert "validation" in (tmp_path / "runs" / "muon-0.02-seed0" / "log.txt").read_text()
 
 
+def test_a_record_that_is_cut_off_is_named(trainer: FakeTrainer, tmp_path: Path) -> None:
+    compare.main(options(tmp_path))
+    record = tmp_path / "muon-0.02-seed0" / "finished.json"
+    record.write_text("{")
+    with pytest.raises(UserError, match=r"finished.json is damaged; remove"):
+        compare.main(options(tmp_path))
+
+
+def test_checkpoints_may_be_asked_for(tmp_path: Path) -> None:
+    assert "--checkpoint-every" not in compare.parse_arguments(["--checkpoint-every=5"])[1]
+    assert compare.parse_arguments(["--steps", "30"])[1][-2:] == ["--checkpoint-every", "30"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -259,6 +272,10 @@ def test_the_real_trainer(tmp_path: Path) -> None:
         (["--data", "nowhere", "--out", "{tmp}/runs"], "nowhere"),
         (["--report", "{tmp}/nowhere.csv"], "nowhere.csv"),
         (["--report", "{tmp}/other.csv"], "not a CSV that this command wrote"),
+        (["--report", "{tmp}/metrics.csv"], "not a CSV that this command wrote"),
+        (["--report", "{tmp}/half.csv"], "not a CSV that this command wrote"),
+        (["--report", "{tmp}/words.csv"], "not a CSV that this command wrote"),
+        (["--csv", "{tmp}/figure.png"], "--csv"),
         (["--csv", "{tmp}/other.csv/x.csv"], "cannot write"),
         (["--out", "{tmp}/other.csv"], "cannot write"),
     ],
@@ -271,6 +288,12 @@ def test_a_mistake(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "metrics.csv").write_text("step,val_loss\n1,2\n")  # of a run, not of a comparison
+    columns = (
+        "optimizer,learning_rate,seed,step,tokens,seconds,val_loss,optimizer_ms,target,device,torch,triton,command"
+    )
+    (tmp_path / "half.csv").write_text(f"{columns}\nmuon,0.01,0,10,10,1,2.5,1,,cpu,2,3,c\n")  # without AdamW
+    (tmp_path / "words.csv").write_text(f"{columns}\nmuon,fast,0,10,10,1,2.5,1,,cpu,2,3,c\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp=tmp_path) for argument in arguments)])
     with pytest.raises(SystemExit) as exit:

@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 import tracemalloc
@@ -234,7 +235,7 @@ def test_what_fails_leaves_nothing_behind(
 def test_shards_that_are_not_those_of_the_notes_are_refused(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run("--data", folder, "--tokenizer", "chars", "--out", out, "--shard-tokens", 1000)
-    with pytest.raises(cli.UserError, match="has chars tokens, not gpt2; leave --tokenizer out, or rebuild"):
+    with pytest.raises(cli.UserError, match="has chars tokens, not gpt2; leave --tokenizer out"):
         data.load(out, 16, "gpt2")
     alone = data.load(out / "tokens_train_000000.bin", 16)
     assert (alone.tokenizer.name, len(alone.train), len(alone.val)) == ("chars", 900, 100)
@@ -243,6 +244,23 @@ def test_shards_that_are_not_those_of_the_notes_are_refused(folder: Path, tmp_pa
         cli.UserError, match=r"the train shards in .* have [\d,]+ tokens, .*tokens.json promises [\d,]+"
     ):
         data.load(out, 16)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_out_may_be_a_link(there: bool, folder: Path, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    prepare.main(["--data", str(folder), "--out", str(tmp_path / "link"), "--tokenizer", "bytes"])
+    assert (tmp_path / "link").is_symlink()
+    assert len(data.load(tmp_path / "elsewhere", 16).train) > 0
+
+
+def test_the_command_to_train_with_can_be_pasted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare.main(["--data", str(folder), "--out", str(tmp_path / "my data"), "--tokenizer", "bytes"])
+    assert shlex.split(capsys.readouterr().out)[-1] == str(tmp_path / "my data")
 
 
 @pytest.fixture

@@ -240,6 +240,8 @@ def test_ceilings_are_of_this_machine() -> None:
         (["--data", "nowhere"], "nowhere"),
         (["--report", "{tmp}/nowhere.csv"], "nowhere.csv"),
         (["--report", "{tmp}/other.csv"], "not a CSV that this command wrote"),
+        (["--report", "{tmp}/half.csv"], "not a CSV that this command wrote"),
+        (["--csv", "{tmp}/figure.png"], "--csv"),
         (["--csv", "{tmp}/other.csv/x.csv"], "cannot write"),
     ],
 )
@@ -251,6 +253,7 @@ def test_a_mistake(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "half.csv").write_text("operator,ms\nmm,2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp=tmp_path) for argument in arguments)])
     with pytest.raises(SystemExit) as exit:

@@ -274,6 +274,8 @@ def broken(saved: dict[str, Any]) -> dict[str, Any]:
         (lambda path: torch.save({"model": {}, "about": {}, "format": checkpoint.FORMAT + 1}, path), "format 2"),
         (lambda path: torch.save(PRESETS["cpu"], path), "damaged"),  # code, which is never run
         (lambda path: torch.save(broken(checkpoint.read(path)), path), "damaged"),
+        (lambda path: torch.save({"model": {}, "about": {}, "format": checkpoint.FORMAT}, path), "damaged"),
+        (lambda path: torch.save({"model": {}, "about": None, "format": checkpoint.FORMAT}, path), "damaged"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sample"])
@@ -297,6 +299,39 @@ def test_a_bad_checkpoint_is_one_line(
         return
     with pytest.raises(cli.UserError, match=says):
         sample.main(["--run", str(out)])
+
+
+def test_an_option_that_is_gone_is_one_line(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A preset of another version has other fields."""
+    saved = checkpoint.read(finished / "last.pt")
+    saved["about"]["preset"]["z_loss"] = 0.1
+    torch.save(saved, tmp_path / "last.pt")
+    assert "damaged, or not" in complaint(["--resume", "--out", str(tmp_path)], monkeypatch, capsys)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(cli.UserError, match=r"cannot read .*last.pt: Permission denied"):
+        checkpoint.read(tmp_path / "last.pt")
+
+
+def test_two_runs_in_one_folder_are_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would mix their checkpoints. The folder is free again as soon as the first run has ended, however it did."""
+    with pytest.raises(ZeroDivisionError), checkpoint.locked(tmp_path / "run"):
+        assert "another run is writing to" in complaint(run_with("adamw", text, tmp_path / "run"), monkeypatch, capsys)
+        assert not list((tmp_path / "run").iterdir())
+        raise ZeroDivisionError
+    with checkpoint.locked(tmp_path / "run"):
+        pass
 
 
 def test_changed_data_is_noticed(
