@@ -202,6 +202,10 @@ def edges(by_name: dict[str, list[Run]]) -> str | None:
             found = f"{LABELS[name]}'s best learning rate, {best_lr(runs):g}, is at the edge of its sweep"
             further = f"add {next_lr(runs, direction):g} to --{name}-lrs, or --extend 2"
             return f"no verdict: {found}, and a {direction} one may be better; {further}"
+        diverged = [run for run in runs if run.lr == best_lr(runs) and math.isinf(run.final)]
+        if diverged:
+            found = f"{LABELS[name]}'s best learning rate, {diverged[0].lr:g}, diverged with seed {diverged[0].seed}"
+            return f"no verdict: {found}; leave it out of --{name}-lrs"
     return None
 
 

@@ -173,6 +173,19 @@ def test_a_diverged_run_is_a_point(trainer: FakeTrainer, tmp_path: Path) -> None
         compare.main(options(tmp_path, "--muon-lrs", "2", "4"))
 
 
+def test_no_winner_where_a_seed_diverged(trainer: FakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over the seeds is infinite, and whatever is compared with it looks good."""
+
+    def main(argv: list[str]) -> None:
+        trainer.main(argv)
+        if "adamw" in argv and argv[argv.index("--seed") + 1] == "1":
+            raise UserError("the loss is nan at step 100: the training diverged; lower --lr")
+
+    monkeypatch.setattr(train, "main", main)
+    with pytest.raises(UserError, match=r"no verdict: AdamW's best learning rate, 0.004, diverged with seed 1"):
+        compare.main(options(tmp_path))
+
+
 def test_seeds_that_overlap_have_no_winner(
     trainer: FakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
