@@ -96,9 +96,7 @@ def _repair_tile(
     lse_ptr += (gl.cast(entry, gl.int64) * heads_q + head) * seqlen_q + first_q
     lse = gl.load(lse_ptr + rows, mask=rows < length_q, other=0.0)
     if gl.max((lse != lse).to(gl.int32), 0) != 0:
-        last, right, full, left = walk(
-            row0, length_q, length_k, problem, 2**24, ROWS, CAREFUL, BOUND_LEFT, BOUND_RIGHT
-        )
+        last, right, full, left = walk(row0, length_q, length_k, problem, 2**24, ROWS, CAREFUL, BOUND_LEFT, BOUND_RIGHT)
         limits = key_limits(rows, length_q, length_k, problem, BOUND_RIGHT)
         acc, row_max, row_sum = _attend_carefully(
             entry, head, row0, lengths, problem, q_rows, k_rows, v_rows, limits,

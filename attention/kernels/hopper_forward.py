@@ -219,9 +219,7 @@ def _attend_tile(
     rows_s: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     row0 = start_m + WHICH * ROWS
-    last, right, full, left = walk(
-        row0, length_q, length_k, problem, all_last, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT
-    )
+    last, right, full, left = walk(row0, length_q, length_k, problem, all_last, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
     step, turn = _skip(shared, step, turn, all_last - last, WHICH, GROUPS, STAGES, TAKE_TURNS)
 
     rows = row0 + gl.arange(0, ROWS, rows_s)
