@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -79,4 +80,6 @@ def started() -> Iterator[Ranks]:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         yield ranks
         sys.stdout.flush()
+    dist.barrier()  # nobody leaves while another still writes
     dist.destroy_process_group()
+    gc.collect()  # what still holds the group's threads; if they outlive Python, the process ends with an abort
