@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from benchmarks.common import setting, write_csv
 from examples import train
 from examples.gpt import data
 from examples.gpt.cli import ArgumentParser, UserError, positive_int, run
+from examples.gpt.measure import milliseconds
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS, Preset
 from examples.gpt.speed import flops_per_token, peak_flops
@@ -103,20 +103,6 @@ class Trainer:
             "peak_memory_gib": self.peak_bytes[tokens] / 2**30,  # of the allocations of this variant alone
             "loss": self.losses[tokens].item(),  # after the last step, to see that it learns
         }
-
-
-def milliseconds(device: torch.device, work: Callable[[], object]) -> float:
-    """From one idle device to the next."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def allocated(device: torch.device) -> int:

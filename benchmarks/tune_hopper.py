@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench
 
-from attention.kernels import backward, forward, hopper_backward, hopper_forward
+from attention.kernels import backward, forward, hopper_backward, hopper_common, hopper_forward
 from attention.reference import Options, dense
 
 Tile = hopper_forward.Tile | hopper_backward.Tile
@@ -105,7 +105,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options) -> 
 
 def run_with(tile: Tile, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     """Out of the forward, or dq, dk, dv of the backward; `saved` is out, lse and options."""
-    block_d = hopper_backward.padded_width(q.shape[3])
+    block_d = hopper_common.padded_width(q.shape[3])
     if isinstance(tile, hopper_forward.Tile):
         with mock.patch.dict(hopper_forward.TILES, {block_d: tile}):
             return hopper_forward.forward(q, k, v, saved[-1], False)[:1]

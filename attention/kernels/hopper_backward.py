@@ -33,28 +33,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..reference import Options, sink_gradient
 from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
 from .hopper_backward_careful import repair_kernel
-from .hopper_common import barrier, barriers, describe, load, processors, store
+from .hopper_common import L2_SHARE, barrier, barriers, describe, load, padded_width, processors, store
+from .hopper_schedule import count_rounds, tile_of_round
 
-L2_SHARE = 2**25  # bytes of the 50 MB that the heads that go together may take
 SIZES = [
     "heads_k", "group", "seqlen_q", "seqlen_k", "shift_left", "shift_right", "tiles_q", "tiles_k", "section", "heads",
 ]  # fmt: skip
-
-
-@gluon.jit
-def _rounds(num_tiles):
-    """How many tiles of keys are this program's."""
-    full = num_tiles // gl.num_programs(0)
-    return full + (_turn(full) < num_tiles).to(gl.int32)
-
-
-@gluon.jit
-def _turn(count):
-    """The number of this program's tile in round `count`: every second round goes backwards, which evens out a list
-    whose work decreases."""
-    programs = gl.num_programs(0)
-    pid = gl.program_id(0)
-    return count * programs + gl.where((count & 1) == 1, programs - 1 - pid, pid)
 
 
 @gluon.jit
@@ -111,8 +95,8 @@ def _copy(
     kv_full, kv_empty, q_full, do_full, empty = signals
     heads_k, group, seqlen_q, _, _, _, _, tiles_k, _, heads = problem
     step = 0
-    for count in range(_rounds(heads * tiles_k)):
-        batch, head, start_n = _place(_turn(count), problem, BLOCK_N)
+    for count in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
+        batch, head, start_n = _place(tile_of_round(count, gl.program_id(0), gl.num_programs(0)), problem, BLOCK_N)
         begin, tiles, _, _ = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
         for i in range(group * tiles):
             head_q = head * group + i // tiles
@@ -284,8 +268,8 @@ def _multiply(
     kv_full, kv_empty, q_full, _, _ = signals
     heads_k, group, _, _, _, _, tiles_q, tiles_k, _, heads = problem
     step = 0
-    for count in range(_rounds(heads * tiles_k)):
-        batch, head, start_n = _place(_turn(count), problem, BLOCK_N)
+    for count in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
+        batch, head, start_n = _place(tile_of_round(count, gl.program_id(0), gl.num_programs(0)), problem, BLOCK_N)
         begin, tiles, before, full = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
         mbarrier.wait(kv_full, count & 1, deps=[k_tile, v_tile])
         stage = step % STAGES
@@ -315,7 +299,9 @@ def _multiply(
         if not WIDE:
             mbarrier.arrive(kv_empty)
         # Computed again rather than kept in registers over the loop.
-        batch, head, start_n = _place(_turn(_hidden(count)), problem, BLOCK_N)
+        batch, head, start_n = _place(
+            tile_of_round(_hidden(count), gl.program_id(0), gl.num_programs(0)), problem, BLOCK_N
+        )
         dk_tile = k_tile.index(0) if WIDE else results.index(0)
         dv_tile = v_tile.index(0) if WIDE else results.index(1)
         dk_tile.reshape([BLOCK_N, D]).store((dk * scale).to(dk_desc.dtype))
@@ -506,10 +492,6 @@ def backward(
                 BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
             )  # fmt: skip
     return dq, dk, dv, sink_gradient(options.sinks, lse, delta), lse.new_empty(0)
-
-
-def padded_width(width: int) -> int:
-    return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
 def describe_rows(x: torch.Tensor, width: int) -> TensorDescriptor:

@@ -15,6 +15,8 @@ load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
+L2_SHARE = 2**25  # bytes that programs running at the same time may share in a cache of 50 MB
+
 
 @gluon.jit
 def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
@@ -71,6 +73,6 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def padded_width(width: int) -> int:
+    """What a head's width is padded to in shared memory."""
+    return 64 if width <= 64 else 128 if width <= 128 else 256

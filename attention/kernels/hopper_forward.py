@@ -28,10 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..reference import Options
 from .common import LN_2, LOG2_E, loadable, on_device_of, pointer
 from .hopper_careful import ROWS, repair_kernel, store_rows
-from .hopper_common import arrive, barrier, barriers, describe, load, processors, store, write
+from .hopper_common import (
+    L2_SHARE,
+    arrive,
+    barrier,
+    barriers,
+    describe,
+    load,
+    padded_width,
+    processors,
+    store,
+    write,
+)
 from .hopper_schedule import SIZES, count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
 from .hopper_softmax import count_sink, pack, softmax, unpack
-from .tiles import padded_widths
 
 
 class Tile(NamedTuple):
@@ -50,7 +60,6 @@ TILES = {
     128: Tile(2, 128, 2, 240, False),
     256: Tile(2, 64, 2, 240, False),
 }
-L2_SHARE = 32 * 2**20  # bytes of keys and values that programs running at the same time share in a cache of 50 MB
 
 
 @gluon.jit
@@ -431,7 +440,7 @@ def forward(
         longest, entries = options.max_seqlen_q, options.cu_seqlens_q.shape[0] - 1
         lse.fill_(-torch.inf)
         q, k, v, out = q[None], k[None], v[None], out[None]
-    block_d, block_dv = (max(64, width) for width in padded_widths(head_dim, head_dim_v))
+    block_d, block_dv = padded_width(head_dim), padded_width(head_dim_v)
     tile = TILES[max(block_d, block_dv)]
     num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
     num_heads = entries * heads_q
