@@ -82,4 +82,6 @@ def started() -> Iterator[Ranks]:
         sys.stdout.flush()
     dist.barrier()  # nobody leaves while another still writes
     dist.destroy_process_group()
-    gc.collect()  # what still holds the group's threads; if they outlive Python, the process ends with an abort
+    if not ranks.is_first:  # and has nothing to write: the group's threads may outlive Python, which then aborts
+        os._exit(0)
+    gc.collect()  # what still holds those threads
