@@ -6,8 +6,9 @@
 
 Both optimizers get the same data in the same order, batch, schedule, seeds and AdamW for everything that is no hidden
 matrix. Each gets a sweep of learning rates; if a best one is at an edge of its sweep, there is no verdict. The best
-ones are run with several seeds, of which the sweep's is the first. Runs that are finished are not repeated, so the
-same command continues a comparison that was stopped.
+ones are run with several seeds, of which the sweep's is the first. The best one has the lowest final loss or, with
+--target, reaches it in the fewest steps. Runs that are finished are not repeated, so the same command continues a
+comparison that was stopped.
 
 Losses are compared at the end of the run, where the learning rate has come down. A loss is reached where the mean
 curve over the seeds crosses it, on the line between two validations; in brackets, where the single seeds do. Seconds
@@ -65,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     add("--adamw-lrs", metavar="X", type=positive_float, nargs="+", help="AdamW's sweep; default: the same")
     add("--extend", metavar="N", type=positive_int, default=0, help="points more if the best is at an edge")
     add("--seeds", metavar="N", type=positive_int, default=3, help="runs at each best point (3)")
-    add("--target", metavar="X", type=positive_float, help="a loss: how many steps does each need?")
+    add("--target", metavar="X", type=positive_float, help="a loss: which reaches it in fewer steps?")
     add("--out", metavar="FOLDER", type=path, default=Path("runs/compare"), help="for all runs (runs/compare)")
     add("--csv", metavar="PATH", type=csv_path, help="default: compare.csv in --out; the figure is beside")
     add("--report", metavar="PATH", type=path, help="table and figure of such a CSV, without training")
@@ -86,7 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
 def sweep(optimizer: str, args: Namespace, rest: list[str]) -> list[Run]:
     runs = [trained(optimizer, lr, FIRST_SEED, args.out, rest) for lr in sorted(set(args.lrs[optimizer]))]
     for _ in range(args.extend):
-        direction = edge(runs)
+        direction = edge(runs, args.target)
         if direction is not None:
             runs.append(trained(optimizer, next_lr(runs, direction), FIRST_SEED, args.out, rest))
     return runs
@@ -179,30 +180,40 @@ def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None
             raise ValueError(by_name)
     except (KeyError, TypeError, ValueError) as error:
         raise foreign(csv_path) from error
-    best = {name: [run for run in some if run.lr == best_lr(some)] for name, some in by_name.items()}
+    best = {name: [run for run in some if run.lr == best_lr(some, target)] for name, some in by_name.items()}
     draw(by_name, best, csv_path.with_suffix(".png"))
-    lines = [f"- {LABELS[name]}, final loss by learning rate: {sweep_line(some)}" for name, some in by_name.items()]
-    undecided = edges(by_name)
+    measure = "final loss" if target is None else f"steps to {target:g}"
+    lines = [f"- {LABELS[name]}, {measure} by learning rate: {sweep_line(by_name[name], target)}" for name in LABELS]
+    undecided = edges(by_name, target)
     if undecided is None:
-        lines += ["", *table(best, target), "", verdict(best)]
-        lines[-1] += "" if target is None else reached(best, target)
+        lines += ["", *table(best, target), "", verdict(best) if target is None else reached(best, target)]
     return "\n".join([*lines, "", source(csv_path, rows[0])]), undecided
 
 
-def sweep_line(runs: Sequence[Run]) -> str:
-    found = {run.lr: "diverged" if math.isinf(run.final) else f"{run.final:.4f}" for run in swept(runs)}
-    return ", ".join(f"**{lr:g}: {loss}**" if lr == best_lr(runs) else f"{lr:g}: {loss}" for lr, loss in found.items())
+def sweep_line(runs: Sequence[Run], target: float | None) -> str:
+    def found(run: Run) -> str:
+        if math.isinf(run.final):
+            return "diverged"
+        if target is None:
+            return f"{run.final:.4f}"
+        steps = crossing(run.points, target)[0]
+        return "never" if math.isinf(steps) else f"{steps:,.0f}"
+
+    best = best_lr(runs, target)
+    points = {run.lr: f"{run.lr:g}: {found(run)}" for run in swept(runs)}
+    return ", ".join(f"**{point}**" if lr == best else point for lr, point in points.items())
 
 
-def edges(by_name: dict[str, list[Run]]) -> str | None:
+def edges(by_name: dict[str, list[Run]], target: float | None) -> str | None:
     """Why there can be no verdict yet, if so."""
     for name, runs in by_name.items():
-        direction = edge(runs)
+        direction = edge(runs, target)
+        best = best_lr(runs, target)
         if direction is not None:
-            found = f"{LABELS[name]}'s best learning rate, {best_lr(runs):g}, is at the edge of its sweep"
+            found = f"{LABELS[name]}'s best learning rate, {best:g}, is at the edge of its sweep"
             further = f"add {next_lr(runs, direction):g} to --{name}-lrs, or --extend 2"
             return f"no verdict: {found}, and a {direction} one may be better; {further}"
-        diverged = [run for run in runs if run.lr == best_lr(runs) and math.isinf(run.final)]
+        diverged = [run for run in runs if run.lr == best and math.isinf(run.final)]
         if diverged:
             found = f"{LABELS[name]}'s best learning rate, {diverged[0].lr:g}, diverged with seed {diverged[0].seed}"
             return f"no verdict: {found}; leave it out of --{name}-lrs"
@@ -211,19 +222,18 @@ def edges(by_name: dict[str, list[Run]]) -> str | None:
 
 def table(best: dict[str, list[Run]], target: float | None) -> list[str]:
     """One row an optimizer, at its best learning rate: mean (lowest-highest) over the seeds."""
-    losses = [statistics.fmean(run.final for run in best["adamw"]), *([] if target is None else [target])]
+    loss = statistics.fmean(run.final for run in best["adamw"]) if target is None else target
     heading = ["optimizer", "learning rate", "seeds", "final loss", "lowest"]
-    heading += [f"{what} to {loss:.4f}" for loss in losses for what in ("steps", "seconds")]
+    heading += [f"{what} to {loss:.4f}" for what in ("steps", "seconds")]
     heading += ["optimizer, ms", "tokens/s"]
     lines = ["| " + " | ".join(heading) + " |", "|---" * len(heading) + "|"]
     for name, runs in best.items():
         cells = [LABELS[name], f"{runs[0].lr:g}", str(len(runs))]
         finals, lowest = [run.final for run in runs], [min(point.loss for point in run.points) for run in runs]
         cells += [spread(statistics.fmean(some), some, ".4f", "diverged") for some in (finals, lowest)]
-        for loss in losses:
-            mean, seeds = crossing(mean_curve(runs), loss), [crossing(run.points, loss) for run in runs]
-            cells.append(spread(mean[0], [steps for steps, _ in seeds], ",.0f", "never"))
-            cells.append(spread(mean[1], [seconds for _, seconds in seeds], ",.1f", "never"))
+        mean, seeds = crossing(mean_curve(runs), loss), [crossing(run.points, loss) for run in runs]
+        cells.append(spread(mean[0], [steps for steps, _ in seeds], ",.0f", "never"))
+        cells.append(spread(mean[1], [seconds for _, seconds in seeds], ",.1f", "never"))
         ends = [run.points[-1] for run in runs if math.isfinite(run.final)]
         speed = sum(end.tokens for end in ends) / sum(end.seconds for end in ends)
         optimizer_ms = statistics.median(run.optimizer_ms for run in runs)
@@ -242,9 +252,9 @@ def spread(mean: float, values: Sequence[float], style: str, infinite: str) -> s
 def reached(best: dict[str, list[Run]], loss: float) -> str:
     muon, adamw = (crossing(mean_curve(best[name]), loss) for name in ("muon", "adamw"))
     if math.isinf(muon[0]) or math.isinf(adamw[0]):
-        return f" Not both reach {loss:g}."
+        return f"Not both reach {loss:g}."
     steps, seconds = muon[0] / adamw[0], muon[1] / adamw[1]
-    return f" To {loss:g} Muon needs {steps:.2f} of AdamW's steps and {seconds:.2f} of its seconds."
+    return f"To {loss:g} Muon needs {steps:.2f} of AdamW's steps and {seconds:.2f} of its seconds."
 
 
 def verdict(best: dict[str, list[Run]]) -> str:
@@ -284,10 +294,10 @@ def compare(args: Namespace, rest: list[str], csv_path: Path, argv: Sequence[str
     writable(csv_path)
     sweeps = {name: sweep(name, args, rest) for name in LABELS}
     runs = [run for some in sweeps.values() for run in some]
-    if edges(sweeps) is None:
+    if edges(sweeps, args.target) is None:
         for name, some in sweeps.items():
             seeds = range(FIRST_SEED + 1, FIRST_SEED + args.seeds)
-            runs += [trained(name, best_lr(some), seed, args.out, rest) for seed in seeds]
+            runs += [trained(name, best_lr(some, args.target), seed, args.out, rest) for seed in seeds]
     device = pick_device(options.parse(rest)[0].device)
     write_csv(csv_path, to_rows(runs), {"target": args.target} | setting("examples.compare", argv, device))
 

@@ -53,17 +53,22 @@ def swept(runs: Sequence[Run]) -> list[Run]:
     return sorted((run for run in runs if run.seed == FIRST_SEED), key=lambda run: run.lr)
 
 
-def best_lr(runs: Sequence[Run]) -> float:
-    """The learning rate with the lowest final loss in the sweep."""
-    return min(swept(runs), key=lambda run: run.final).lr
+def best_lr(runs: Sequence[Run], target: float | None = None) -> float:
+    """The learning rate in the sweep that reaches the target first; without one, or if none does, the one with the
+    lowest final loss."""
+
+    def merit(run: Run) -> tuple[float, float]:
+        return 0.0 if target is None else crossing(run.points, target)[0], run.final
+
+    return min(swept(runs), key=merit).lr
 
 
-def edge(runs: Sequence[Run]) -> str | None:
+def edge(runs: Sequence[Run], target: float | None = None) -> str | None:
     """`"larger"` or `"smaller"` if the sweep has to go on that way, None if its best point lies inside."""
     lrs = [run.lr for run in swept(runs)]
     if all(math.isinf(run.final) for run in swept(runs)):
         return "smaller"
-    best = best_lr(runs)
+    best = best_lr(runs, target)
     return "larger" if best == lrs[-1] else "smaller" if best == lrs[0] else None
 
 
