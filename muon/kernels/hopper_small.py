@@ -1,8 +1,7 @@
 """The whole Gram iteration of a matrix with at most 64 rows or columns on Hopper, in Gluon: X stays in shared memory.
 
 The portable kernel (``small.py``) walks over G in the L2 cache six times, because Triton has no shared memory that
-outlives a loop. Here a program copies a matrix in, iterates on it in place and copies the result out; where a tile has
-left, one of the next matrix comes in.
+outlives a loop. Here a program copies its matrix in, iterates on it in place and copies the result out.
 
 Torch twin: ``muon.newton_schulz.gram_iteration`` after ``muon.matrices.normalize``.
 """
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from muon.kernels.hopper import barrier, describe, is_hopper, load, processors, store
+from muon.kernels.hopper import barrier, describe, is_hopper, load, store
 
 # Triton 3.6 keeps the method private.
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -52,11 +51,11 @@ def _add_gram(x, t, acc, IS_TALL: gl.constexpr):
 
 
 @gluon.jit
-def _gram(g, loaded, phase, IS_TALL: gl.constexpr, TILES: gl.constexpr):
+def _gram(g, loaded, IS_TALL: gl.constexpr, TILES: gl.constexpr):
     """G Gᵀ, of tiles as they arrive."""
     acc = gl.zeros((SIDE, SIDE), gl.float32, LAYOUT)
     for t in range(0, TILES, 2):
-        mbarrier.wait(loaded.index(t // 2), phase, deps=[g])
+        mbarrier.wait(loaded.index(t // 2), 0, deps=[g])
         acc = warpgroup_mma_wait(1, deps=[_add_gram(g, t, acc, IS_TALL)])
     return warpgroup_mma_wait(0, deps=[acc])
 
@@ -94,9 +93,8 @@ def _write(matrix, values):
 
 
 @gluon.jit
-def _multiply(x, y_tile, y, acc):
-    """x Y + acc in float32: x stays in registers, Y goes through shared memory."""
-    _write(y_tile, y)
+def _multiply(x, y_tile, acc):
+    """x Y + acc in float32: x in registers, Y in shared memory."""
     return warpgroup_mma(gl.convert_layout(x, LEFT), y_tile, acc)
 
 
@@ -135,17 +133,8 @@ def _restart(g, x, q_tile, scale, shift, SCALED: gl.constexpr, IS_TALL: gl.const
 
 
 @gluon.jit
-def _copy_in(g_desc, batch, t, tiles, loaded, IS_TALL: gl.constexpr):
-    """Tiles t and t + 1 of a matrix, on their way."""
-    mbarrier.expect(loaded.index(t // 2), 2 * g_desc.block_type.nbytes)
-    for u in gl.static_range(2):
-        start = (t + u) * BLOCK_M
-        load(g_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], loaded.index(t // 2), tiles.index(t + u))
-
-
-@gluon.jit(do_not_specialize=["count"])
 def small_kernel(
-    g_desc, out_desc, coefficients, eps, count,
+    g_desc, out_desc, coefficients, eps,
     IS_TALL: gl.constexpr, NORMALIZE: gl.constexpr, STEPS: gl.constexpr, RESTARTS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """out = U p(S / ‖G‖) Vᵀ; coefficients a, b, c of each step in turn; bit i of RESTARTS: step i begins a segment."""
@@ -167,64 +156,63 @@ def small_kernel(
         mbarrier.init(loaded.index(t), count=1)
     fence_async_shared()
     barrier()
+    batch = gl.program_id(0)
     for t in range(0, TILES, 2):
-        _copy_in(g_desc, gl.program_id(0), t, tiles, loaded, IS_TALL)
+        mbarrier.expect(loaded.index(t // 2), 2 * g_desc.block_type.nbytes)
+        for u in gl.static_range(2):
+            start = (t + u) * BLOCK_M
+            load(g_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], loaded.index(t // 2), tiles.index(t + u))
 
-    phase = 0
-    for batch in range(gl.program_id(0), count, gl.num_programs(0)):
-        gram = _gram(g, loaded, phase, IS_TALL, TILES)
-        scale = 1.0
-        if NORMALIZE:
+    gram = _gram(g, loaded, IS_TALL, TILES)
+    scale = 1.0
+    if NORMALIZE:
+        square = _trace(gram)
+        least = 0.0
+        if not (square > 1e-20 and square < 1e30 and eps <= 1.0):
+            # Squares may have vanished or overflowed, and only here can eps matter.
+            least = eps * _rescale(g, TILES, ROWS, COLS)
+            gram = _gram(g, loaded, IS_TALL, TILES)
             square = _trace(gram)
-            least = 0.0
-            if not (square > 1e-20 and square < 1e30 and eps <= 1.0):
-                # Squares may have vanished or overflowed, and only here can eps matter.
-                least = eps * _rescale(g, TILES, ROWS, COLS)
-                gram = _gram(g, loaded, phase, IS_TALL, TILES)
-                square = _trace(gram)
-            scale = 1.0 / gl.sqrt(gl.where(square < least * least, least * least, square))
-            gram *= scale * scale
+        scale = 1.0 / gl.sqrt(gl.where(square < least * least, least * least, square))
+        gram *= scale * scale
 
-        r = gram.to(gl.float16)
-        q = r
-        shift = 1.0
-        tile, other = even, odd  # factors take turns in them: after a barrier nobody reads the last but one
-        for i in gl.static_range(STEPS):
-            a, b, c = coefficients[3 * i], coefficients[3 * i + 1], coefficients[3 * i + 2]
-            if i > 0 and (RESTARTS >> i) & 1:
-                _write(tile, q)
-                r = _restart(g, x, tile, scale, shift, NORMALIZE and RESTARTS & ((1 << i) - 2) == 0, IS_TALL, TILES)
-                tile, other = other, tile
-            r32 = r.to(gl.float32)
-            z = (c * _multiply(r, tile, r, gl.zeros((SIDE, SIDE), gl.float32, LAYOUT)) + b * r32).to(gl.float16)
+    ENDS: gl.constexpr = RESTARTS | 1 << STEPS
+    r = gram.to(gl.float16)
+    q = r
+    shift = 1.0
+    tile, other = even, odd  # factors take turns in them: after a barrier nobody reads the last but one
+    for i in gl.static_range(STEPS):
+        a, b, c = coefficients[3 * i], coefficients[3 * i + 1], coefficients[3 * i + 2]
+        if i > 0 and (RESTARTS >> i) & 1:
+            _write(tile, q)
+            r = _restart(g, x, tile, scale, shift, NORMALIZE and RESTARTS & ((1 << i) - 2) == 0, IS_TALL, TILES)
             tile, other = other, tile
-            if (RESTARTS >> i) & 1:
-                q = z
-                shift = a
-            else:
-                q = _multiply(q, tile, z, a * q.to(gl.float32) + shift * z.to(gl.float32)).to(gl.float16)
-                tile, other = other, tile
-                shift *= a
-            if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
-                rz = _multiply(r, tile, z, a * r32).to(gl.float16)
-                tile, other = other, tile
-                r = _multiply(z, tile, rz, a * rz.to(gl.float32)).to(gl.float16)
-                tile, other = other, tile
+        _write(tile, r)
+        r32 = r.to(gl.float32)
+        z = (c * _multiply(r, tile, gl.zeros((SIDE, SIDE), gl.float32, LAYOUT)) + b * r32).to(gl.float16)
+        tile, other = other, tile
+        if not (RESTARTS >> i) & (ENDS >> (i + 1)) & 1:  # the segment has other steps
+            _write(tile, z)
+        if (RESTARTS >> i) & 1:
+            q = z
+            shift = a
+        else:
+            q = _multiply(q, tile, a * q.to(gl.float32) + shift * z.to(gl.float32)).to(gl.float16)
+            shift *= a
+        if not (ENDS >> (i + 1)) & 1:
+            rz = _multiply(r, tile, a * r32).to(gl.float16)
+            tile, other = other, tile
+            _write(tile, rz)
+            r = _multiply(z, tile, a * rz.to(gl.float32)).to(gl.float16)
+        tile, other = other, tile
 
-        _write(tile, q)
-        following = batch + gl.num_programs(0)
-        for t in range(0, TILES, 2):
-            _update_two(g, x, g, tile, scale, shift, t, NORMALIZE and RESTARTS & ((1 << STEPS) - 2) == 0, IS_TALL)
-            for u in gl.static_range(2):
-                start = (t + u) * BLOCK_M
-                store(out_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], tiles.index(t + u))
-            if t > 0 and following < count:
-                tma.store_wait(2)  # all but these two have left
-                _copy_in(g_desc, following, t - 2, tiles, loaded, IS_TALL)
-        tma.store_wait(0)
-        if following < count:
-            _copy_in(g_desc, following, TILES - 2, tiles, loaded, IS_TALL)
-        phase ^= 1
+    _write(tile, q)
+    for t in range(0, TILES, 2):
+        _update_two(g, x, g, tile, scale, shift, t, NORMALIZE and RESTARTS & ((1 << STEPS) - 2) == 0, IS_TALL)
+        for u in gl.static_range(2):
+            start = (t + u) * BLOCK_M
+            store(out_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], tiles.index(t + u))
+    tma.store_wait(0)
 
 
 def suits(G: Tensor, dtype: torch.dtype) -> bool:
@@ -241,11 +229,9 @@ def orthogonalize_small(
     batch, rows, cols = G.shape
     is_tall = rows > cols
     tile = (BLOCK_M, SIDE) if is_tall else (SIDE, BLOCK_M)
-    tiles = next(tiles for tiles in ROOM if tiles * BLOCK_M.value >= max(rows, cols))
-    programs = 2 if tiles <= 6 else 1  # that share a processor
     with torch.cuda.device_of(G):
-        small_kernel[(min(batch, programs * processors(G.device)),)](
-            describe(G, *tile), describe(out, *tile), coefficients, eps or 0.0, batch,
+        small_kernel[(batch,)](
+            describe(G, *tile), describe(out, *tile), coefficients, eps or 0.0,
             IS_TALL=is_tall, NORMALIZE=eps is not None, STEPS=len(coefficients) // 3, RESTARTS=restarts,
-            TILES=tiles, num_warps=4,
+            TILES=next(tiles for tiles in ROOM if tiles * BLOCK_M.value >= max(rows, cols)), num_warps=4,
         )  # fmt: skip
