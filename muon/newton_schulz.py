@@ -108,7 +108,8 @@ def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) ->
 RESTART_GROWTH = 48.0
 
 
-# Restarts are cheap in the kernel for small matrices, and small matrices need them more.
+# Restarts are cheap in the portable kernel for small matrices, and small matrices need them more. Hopper's adds the
+# first segment's shift to a G that was never rounded, and is as accurate with RESTART_GROWTH.
 SMALL_RESTART_GROWTH = 20.0
 LARGEST_SMALL_SIDE = 128
 
@@ -230,7 +231,7 @@ def iterate(X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: Matri
 def _small_iteration(G: Tensor, steps: Sequence[Triple], dtype: torch.dtype, eps: float | None) -> Tensor:
     from muon.kernels.small import orthogonalize_small
 
-    return orthogonalize_small(G, segments(steps, SMALL_RESTART_GROWTH), dtype, eps)
+    return orthogonalize_small(G, steps, dtype, eps)
 
 
 def pick_iteration(

@@ -1,7 +1,7 @@
 """The whole Gram iteration of a matrix with at most 64 rows or columns on Hopper, in Gluon: X stays in shared memory.
 
 The portable kernel (``small.py``) walks over G in the L2 cache six times, because Triton has no shared memory that
-outlives a loop. Here a program copies its matrix in once, iterates on it in place and copies the result out.
+outlives a loop. Here a program copies its matrix in, iterates on it in place and copies the result out.
 
 Torch twin: ``muon.newton_schulz.gram_iteration`` after ``muon.matrices.normalize``.
 """
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from muon.kernels.hopper import barrier, describe, is_hopper, load, store, write
+from muon.kernels.hopper import barrier, describe, is_hopper, load, store
 
 # Triton 3.6 keeps the method private.
 REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -28,82 +28,108 @@ ROOM = (2, 4, 6, 8, 12)
 
 SIDE = gl.constexpr(64)  # rows of X, padded
 BLOCK_M = gl.constexpr(128)  # columns of a tile of X
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT, 2))
 
 
 @gluon.jit
-def _multiply(x, y_tile, acc):
-    """x Y + acc in float16: x in registers, Y in shared memory."""
-    x = gl.convert_layout(x, gl.DotOperandLayout(0, SQUARE, 2))
-    return warpgroup_mma(x, y_tile, acc).to(gl.float16)
+def _columns(tiles, t, IS_TALL: gl.constexpr):
+    """Columns of a matrix as the rows of a tile (BLOCK_M, SIDE), so that they can be the left side of a product."""
+    if IS_TALL:
+        return tiles.index(t)
+    else:
+        return tiles.index(t).permute((1, 0))
 
 
 @gluon.jit
-def _normalize(g, x, eps, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """X = G over its Frobenius norm; both lie in the same memory."""
+def _add_gram(x, t, acc, IS_TALL: gl.constexpr):
+    """X Xᵀ + acc of tiles t and t + 1, on its way."""
+    for u in gl.static_range(2):
+        columns = _columns(x, t + u, IS_TALL)
+        acc = warpgroup_mma(columns.permute((1, 0)), columns, acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _gram(g, loaded, IS_TALL: gl.constexpr, TILES: gl.constexpr):
+    """G Gᵀ, of tiles as they arrive."""
+    acc = gl.zeros((SIDE, SIDE), gl.float32, LAYOUT)
+    for t in range(0, TILES, 2):
+        mbarrier.wait(loaded.index(t // 2), 0, deps=[g])
+        acc = warpgroup_mma_wait(1, deps=[_add_gram(g, t, acc, IS_TALL)])
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit
+def _trace(square):
+    offs_i = gl.arange(0, SIDE, gl.SliceLayout(1, LAYOUT))
+    offs_j = gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
+    return gl.sum(gl.sum(gl.where(offs_i[:, None] == offs_j[None, :], square, 0.0), 1), 0)
+
+
+@gluon.jit
+def _rescale(g, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Bring G's largest magnitude into [1, 2) by a power of two, which rounds nothing; returns that magnitude."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
-    scale = 1.0
-    square = _sum_of_squares(g, scale, layout, TILES, ROWS, COLS)
-    if not (square > 1e-20 and square < 1e30 and eps <= 1.0):
-        # Squares may have vanished or overflowed, and only here can eps matter: the largest magnitude divided out.
-        largest = gl.zeros((ROWS, COLS), gl.float32, layout)
-        for t in range(TILES):
-            largest = gl.maximum(largest, gl.abs(g.index(t).load(layout).to(gl.float32)))
-        whole = gl.max(gl.max(largest, 1), 0)
-        whole = gl.where(whole == 0.0, 1.0, whole)
-        scale = gl.exp2(-gl.floor(gl.log2(whole)))  # a power of two rounds nothing
-        least = eps * whole * scale
-        square = _sum_of_squares(g, scale, layout, TILES, ROWS, COLS)
-        square = gl.where(square < least * least, least * least, square)
-    rest = 1.0 / gl.sqrt(square)
+    largest = gl.zeros((ROWS, COLS), gl.float32, layout)
     for t in range(TILES):
-        x.index(t).store((g.index(t).load(layout).to(gl.float32) * scale * rest).to(gl.float16))
+        largest = gl.maximum(largest, gl.abs(g.index(t).load(layout).to(gl.float32)))
+    whole = gl.max(gl.max(largest, 1), 0)
+    whole = gl.where(whole == 0.0, 1.0, whole)
+    scale = gl.exp2(-gl.floor(gl.log2(whole)))
+    for t in range(TILES):
+        g.index(t).store((g.index(t).load(layout).to(gl.float32) * scale).to(g.dtype))
+    fence_async_shared()
+    barrier()
+    return whole * scale
+
+
+@gluon.jit
+def _write(matrix, values):
+    """Values to shared memory that nobody has been reading since the last barrier, for products to read."""
+    matrix.store(values)
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def _sum_of_squares(g, scale, layout: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    squares = gl.zeros((ROWS, COLS), gl.float32, layout)
-    for t in range(TILES):
-        scaled = g.index(t).load(layout).to(gl.float32) * scale
-        squares += scaled * scaled
-    return gl.sum(gl.sum(squares, 1), 0)
+def _multiply(x, y_tile, acc):
+    """x Y + acc in float32: x in registers, Y in shared memory."""
+    return warpgroup_mma(gl.convert_layout(x, LEFT), y_tile, acc)
 
 
 @gluon.jit
-def _gram(x, IS_TALL: gl.constexpr, TILES: gl.constexpr):
-    acc = gl.zeros((SIDE, SIDE), gl.float32, SQUARE)
-    for t in range(TILES):
-        tile = x.index(t)
-        flipped = tile.permute((1, 0))
-        if IS_TALL:
-            acc = warpgroup_mma(flipped, tile, acc, is_async=True)
-        else:
-            acc = warpgroup_mma(tile, flipped, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-    return warpgroup_mma_wait(0, deps=[acc]).to(gl.float16)
-
-
-@gluon.jit
-def _start_update(x_tile, q_tile, shift, IS_TALL: gl.constexpr):
-    """(Q + shift I) of a tile of X, or of Xᵀ, in float32, on its way."""
-    if IS_TALL:
-        return warpgroup_mma(x_tile, q_tile, shift * x_tile.load(SQUARE).to(gl.float32), is_async=True)
+def _start_update(g, x, q_tile, scale, shift, t, SCALED: gl.constexpr, IS_TALL: gl.constexpr):
+    """(Q + shift I) X of tile t in float32, on its way, and X, which has to stay in registers meanwhile."""
+    if SCALED:
+        x32 = _columns(g, t, IS_TALL).load(LAYOUT).to(gl.float32) * scale
+        left = gl.convert_layout(x32.to(gl.float16), LEFT)
     else:
-        return warpgroup_mma(q_tile, x_tile, shift * x_tile.load(WIDE).to(gl.float32), is_async=True)
+        x16 = _columns(x, t, IS_TALL).load(LAYOUT)
+        x32 = x16.to(gl.float32)
+        left = gl.convert_layout(x16, LEFT)
+    return warpgroup_mma(left, q_tile, shift * x32, is_async=True), left
 
 
 @gluon.jit
-def _update_two(x, y, q_tile, shift, t, IS_TALL: gl.constexpr):
-    """Y = (Q + shift I) X of tiles t and t + 1, whose latencies overlap; Y may lie where X does."""
-    first = _start_update(x.index(t), q_tile, shift, IS_TALL)
-    second = _start_update(x.index(t + 1), q_tile, shift, IS_TALL)
-    first, second = warpgroup_mma_wait(0, deps=[first, second])
-    barrier()  # nobody reads X any more
-    y.index(t).store(first.to(y.dtype))
-    y.index(t + 1).store(second.to(y.dtype))
+def _update_two(g, x, y, q_tile, scale, shift, t, SCALED: gl.constexpr, IS_TALL: gl.constexpr):
+    """Y = (Q + shift I) X of tiles t and t + 1, whose latencies overlap; Y may lie where X does, or G."""
+    first, first_x = _start_update(g, x, q_tile, scale, shift, t, SCALED, IS_TALL)
+    second, second_x = _start_update(g, x, q_tile, scale, shift, t + 1, SCALED, IS_TALL)
+    first, first_x = warpgroup_mma_wait(1, deps=[first, first_x])
+    _columns(y, t, IS_TALL).store(first.to(y.dtype))
+    second, second_x = warpgroup_mma_wait(0, deps=[second, second_x])
+    _write(_columns(y, t + 1, IS_TALL), second.to(y.dtype))
+
+
+@gluon.jit
+def _restart(g, x, q_tile, scale, shift, SCALED: gl.constexpr, IS_TALL: gl.constexpr, TILES: gl.constexpr):
+    """X = (Q + shift I) X and the new X Xᵀ, which is multiplied while the next tiles are read."""
+    acc = gl.zeros((SIDE, SIDE), gl.float32, LAYOUT)
+    for t in range(0, TILES, 2):
+        _update_two(g, x, x, q_tile, scale, shift, t, SCALED, IS_TALL)
+        acc = warpgroup_mma_wait(2, deps=[_add_gram(x, t, acc, IS_TALL)])
+    return warpgroup_mma_wait(0, deps=[acc]).to(gl.float16)
 
 
 @gluon.jit
@@ -112,7 +138,6 @@ def small_kernel(
     IS_TALL: gl.constexpr, NORMALIZE: gl.constexpr, STEPS: gl.constexpr, RESTARTS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """out = U p(S / ‖G‖) Vᵀ; coefficients a, b, c of each step in turn; bit i of RESTARTS: step i begins a segment."""
-    batch = gl.program_id(0)
     ROWS: gl.constexpr = BLOCK_M if IS_TALL else SIDE
     COLS: gl.constexpr = SIDE if IS_TALL else BLOCK_M
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], gl.float16)
@@ -124,53 +149,66 @@ def small_kernel(
     else:
         g = tiles._reinterpret(g_desc.dtype, [TILES, ROWS, COLS], tile_layout)
         x = tiles._reinterpret(gl.float16, [TILES, ROWS, COLS], tile_layout)
-    r_tile = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], square_layout)
-    z_tile = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], square_layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(loaded, count=1)
+    even = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], square_layout)
+    odd = gl.allocate_shared_memory(gl.float16, [SIDE, SIDE], square_layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [TILES // 2, 1], mbarrier.MBarrierLayout())
+    for t in gl.static_range(TILES // 2):
+        mbarrier.init(loaded.index(t), count=1)
     fence_async_shared()
-    mbarrier.expect(loaded, TILES * g_desc.block_type.nbytes)
-    for t in range(TILES):
-        load(g_desc, [batch, t * BLOCK_M, 0] if IS_TALL else [batch, 0, t * BLOCK_M], loaded, tiles.index(t))
-    mbarrier.wait(loaded, 0, deps=[tiles])
-    if NORMALIZE:
-        _normalize(g, x, eps, TILES, ROWS, COLS)
+    barrier()
+    batch = gl.program_id(0)
+    for t in range(0, TILES, 2):
+        mbarrier.expect(loaded.index(t // 2), 2 * g_desc.block_type.nbytes)
+        for u in gl.static_range(2):
+            start = (t + u) * BLOCK_M
+            load(g_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], loaded.index(t // 2), tiles.index(t + u))
 
-    r = gl.zeros((SIDE, SIDE), gl.float16, SQUARE)
+    gram = _gram(g, loaded, IS_TALL, TILES)
+    scale = 1.0
+    if NORMALIZE:
+        square = _trace(gram)
+        least = 0.0
+        if not (square > 1e-20 and square < 1e30 and eps <= 1.0):
+            # Squares may have vanished or overflowed, and only here can eps matter.
+            least = eps * _rescale(g, TILES, ROWS, COLS)
+            gram = _gram(g, loaded, IS_TALL, TILES)
+            square = _trace(gram)
+        scale = 1.0 / gl.sqrt(gl.where(square < least * least, least * least, square))
+        gram *= scale * scale
+
+    ENDS: gl.constexpr = RESTARTS | 1 << STEPS
+    r = gram.to(gl.float16)
     q = r
     shift = 1.0
+    tile, other = even, odd  # factors take turns in them: after a barrier nobody reads the last but one
     for i in gl.static_range(STEPS):
         a, b, c = coefficients[3 * i], coefficients[3 * i + 1], coefficients[3 * i + 2]
-        if (RESTARTS >> i) & 1:
-            if i > 0:
-                write(z_tile, q)
-                for t in range(0, TILES, 2):
-                    _update_two(x, x, z_tile, shift, t, IS_TALL)
-                fence_async_shared()
-                barrier()
-            r = _gram(x, IS_TALL, TILES)
-        write(r_tile, r)
+        if i > 0 and (RESTARTS >> i) & 1:
+            _write(tile, q)
+            r = _restart(g, x, tile, scale, shift, NORMALIZE and RESTARTS & ((1 << i) - 2) == 0, IS_TALL, TILES)
+            tile, other = other, tile
+        _write(tile, r)
         r32 = r.to(gl.float32)
-        z = (c * warpgroup_mma(r_tile, r_tile, gl.zeros((SIDE, SIDE), gl.float32, SQUARE)) + b * r32).to(gl.float16)
+        z = (c * _multiply(r, tile, gl.zeros((SIDE, SIDE), gl.float32, LAYOUT)) + b * r32).to(gl.float16)
+        tile, other = other, tile
+        if not (RESTARTS >> i) & (ENDS >> (i + 1)) & 1:  # the segment has other steps
+            _write(tile, z)
         if (RESTARTS >> i) & 1:
             q = z
             shift = a
-            if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
-                write(z_tile, z)
         else:
-            write(z_tile, z)
-            q = _multiply(q, z_tile, a * q.to(gl.float32) + shift * z.to(gl.float32))
+            q = _multiply(q, tile, a * q.to(gl.float32) + shift * z.to(gl.float32)).to(gl.float16)
             shift *= a
-        if i + 1 < STEPS and not (RESTARTS >> (i + 1)) & 1:
-            rz = _multiply(r, z_tile, a * r32)
-            write(r_tile, rz)
-            r = _multiply(z, r_tile, a * rz.to(gl.float32))
+        if not (ENDS >> (i + 1)) & 1:
+            rz = _multiply(r, tile, a * r32).to(gl.float16)
+            tile, other = other, tile
+            _write(tile, rz)
+            r = _multiply(z, tile, a * rz.to(gl.float32)).to(gl.float16)
+        tile, other = other, tile
 
-    write(z_tile, q)
+    _write(tile, q)
     for t in range(0, TILES, 2):
-        _update_two(x, g, z_tile, shift, t, IS_TALL)
-        fence_async_shared()
-        barrier()
+        _update_two(g, x, g, tile, scale, shift, t, NORMALIZE and RESTARTS & ((1 << STEPS) - 2) == 0, IS_TALL)
         for u in gl.static_range(2):
             start = (t + u) * BLOCK_M
             store(out_desc, [batch, start, 0] if IS_TALL else [batch, 0, start], tiles.index(t + u))

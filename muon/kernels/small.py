@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from muon.kernels import hopper_small
 from muon.kernels.stages import ALIGNMENT, DTYPES
+from muon.newton_schulz import RESTART_GROWTH, SMALL_RESTART_GROWTH, segments
 from muon.polynomials import Triple
 
 BLOCK_M = 64
@@ -100,20 +101,19 @@ def small_kernel(
                 r = _product(z, rz, a * rz.to(tl.float32))
 
 
-def orthogonalize_small(
-    G: Tensor, segments: Sequence[Sequence[Triple]], dtype: torch.dtype, eps: float | None
-) -> Tensor:
+def orthogonalize_small(G: Tensor, steps: Sequence[Triple], dtype: torch.dtype, eps: float | None) -> Tensor:
     """U p(S / ‖G‖) Vᵀ of G (batch, rows, cols), the shorter side at most 128, in its dtype; products take ``dtype``.
 
     Without ``eps`` G has been divided by its norm already.
     """
     G = _describable(G)
     batch, rows, cols = G.shape
-    steps = [triple for segment in segments for triple in segment]
-    restarts = sum(1 << sum(map(len, segments[:i])) for i in range(len(segments)))
+    is_hoppers = hopper_small.suits(G, dtype)
+    found = segments(steps, RESTART_GROWTH if is_hoppers else SMALL_RESTART_GROWTH)
+    restarts = sum(1 << sum(map(len, found[:i])) for i in range(len(found)))
     out = _empty(G)
     coefficients = tuple(value for triple in steps for value in triple)
-    if hopper_small.suits(G, dtype):
+    if is_hoppers:
         hopper_small.orthogonalize_small(G, out, coefficients, restarts, eps)
         return out
     is_tall = rows > cols

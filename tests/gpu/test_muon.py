@@ -98,6 +98,17 @@ def test_small_matrices_of_any_scale(size):
     assert torch.equal(spoilt[:5], expected[:5]) and torch.equal(spoilt[6:], expected[6:])
 
 
+@pytest.mark.parametrize("size", [(64, 768), (700, 40), (64, 1500), (50, 100)], ids=str)
+def test_many_small_matrices_are_each_as_if_alone(size):
+    """So many that a program goes from one to the next, some of them by way of a largest magnitude, or zeros."""
+    G = gaussian(1000, *size, torch.bfloat16)
+    G[::7] *= 2.0**-100
+    G[::11] = 0
+    alone = torch.cat([orthogonalize(part) for part in G.split(100)])
+    assert alone.isfinite().all() and alone[1:7].any((1, 2)).all()
+    assert all(torch.equal(orthogonalize(G), alone) for _ in range(3))
+
+
 @pytest.mark.parametrize("kind", SPECTRA)
 def test_the_backends_agree_on_hard_spectra(kind):
     generator = torch.Generator("cuda").manual_seed(0)
