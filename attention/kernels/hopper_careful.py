@@ -174,7 +174,7 @@ def finish_kernel(
             _largest_of_head(peaks_ptr, max_logits_ptr, number, problem)
         number -= heads_q
         number_of_groups -= heads_q
-    if spoiled_ptr is not None:
+    if spoiled_ptr is not None:  # noqa: SIM102 (known to the compiler)
         if gl.load(spoiled_ptr + number, mask=number >= 0, other=0) != 0:
             scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
             _repair_group(

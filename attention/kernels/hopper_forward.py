@@ -447,7 +447,7 @@ def forward(
     num_heads = entries * heads_q
     # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
     peaks = torch.empty_like(lse) if with_max_logits else None
-    max_logits = lse.new_empty(heads_q) if with_max_logits else None
+    max_logits = lse.new_empty(heads_q if with_max_logits else 0)
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -475,11 +475,12 @@ def forward(
             DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
             REGISTERS=tile.registers, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4, **bounds,
         )  # fmt: skip
-        tasks = (0 if spoiled is None else len(spoiled)) + (0 if max_logits is None else heads_q)
+        tasks = len(max_logits) + (0 if spoiled is None else len(spoiled))
         if tasks:
             finish_kernel[(tasks,)](
-                pointer(q), pointer(k), pointer(v), out, lse, spoiled, peaks, max_logits, sinks, cu_seqlens_q,
-                cu_seqlens_k, *sizes, D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
-                GROUPS=tile.groups, num_warps=4, **bounds, **OVERLAPPING,
+                pointer(q), pointer(k), pointer(v), out, lse, spoiled, peaks, max_logits if with_max_logits else None,
+                sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
+                D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
+                **bounds, **OVERLAPPING,
             )  # fmt: skip
-    return result, lse, lse.new_empty(0) if max_logits is None else max_logits
+    return result, lse, max_logits
