@@ -97,12 +97,13 @@ def _forward_kernel(
     batch = batch_head // heads_q
     head = batch_head % heads_q
     head_k = head // group
+    place = head * (tl.num_programs(0) // heads_q) + batch * num_tiles + pid % num_tiles  # heads first
     first_q, length_q = locate(cu_q_ptr, batch, seqlen_q)
     first_k, length_k = locate(cu_k_ptr, batch, seqlen_k)
     if VARLEN:
         if start_m >= length_q:
             if max_logits_ptr is not None:
-                tl.store(max_logits_ptr + pid, -float("inf"))
+                tl.store(max_logits_ptr + place, -float("inf"))
             return
         entry = 0
         out_ptr += (tl.cast(first_q, tl.int64) * heads_q + head) * DV
@@ -171,7 +172,7 @@ def _forward_kernel(
             top = tl.where(top == -float("inf"), top, top * scale)  # the scale may be 0
         else:
             top = row_max * (LN_2 if EXP2 else 1.0)
-        tl.store(max_logits_ptr + pid, tl.max(tl.where(mask_m, top, -float("inf")), 0))
+        tl.store(max_logits_ptr + place, tl.max(tl.where(mask_m, top, -float("inf")), 0))
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head) * unit
         new_max = tl.maximum(row_max, sink)
@@ -214,7 +215,7 @@ def forward(
     if num_tiles * entries == 0:
         return out, lse, lse.new_full(shape, -torch.inf)
     # One number a program, not one a head by atomics, which would make each program wait for memory.
-    peaks = lse.new_empty((entries, heads_q, num_tiles)) if with_max_logits else None
+    peaks = lse.new_empty((heads_q, entries * num_tiles)) if with_max_logits else None
     block_d, block_dv = padded_widths(head_dim, head_dim_v)
     scale = options.scale
     if scale < 0:
@@ -230,7 +231,7 @@ def forward(
             **shared_arguments(q, v, options),
             heads_q=heads_q, num_tiles=num_tiles, scale=scale, **compiled_with(tile, options),
         )  # fmt: skip
-    return out, lse, lse.new_empty(shape) if peaks is None else peaks.amax((0, 2))
+    return out, lse, lse.new_empty(shape) if peaks is None else peaks.amax(1)
 
 
 def _lse_without_keys(lse: torch.Tensor, options: Options) -> torch.Tensor:

@@ -33,7 +33,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..reference import Options, sink_gradient
 from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
 from .hopper_backward_careful import repair_kernel
-from .hopper_common import L2_SHARE, barrier, barriers, describe, load, padded_width, processors, store
+from .hopper_common import (
+    L2_SHARE,
+    OVERLAPPING,
+    await_previous,
+    barrier,
+    barriers,
+    describe,
+    load,
+    padded_width,
+    processors,
+    store,
+)
 from .hopper_schedule import count_rounds, tile_of_round
 
 SIZES = [
@@ -357,6 +368,7 @@ def _grad_kernel(
     problem = (
         heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads
     )  # fmt: skip
+    await_previous()
     gl.warp_specialize(
         [
             (_multiply, (
@@ -408,6 +420,7 @@ def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_d
 def _finish_kernel(sums_ptr, dq_ptr, redo_ptr, heads, seqlen, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_D: tl.constexpr):  # fmt: skip
     """Scales dq, rounds it and puts it in the usual order, the inverse of that of `_add_dq`."""
+    await_previous()
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(0) // tiles
     sums_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
@@ -481,15 +494,18 @@ def backward(
             shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
             D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
             BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
-            num_warps=8,
+            num_warps=8, **OVERLAPPING,
         )  # fmt: skip
-        _finish_kernel[(rows * tiles_q,)](sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths)
+        _finish_kernel[(rows * tiles_q,)](
+            sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths, **OVERLAPPING
+        )
         if redo is not None:
             repair_kernel[(4 * processors(q.device),)](
                 pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, dq, dk, dv, redo, heads_q, group,
                 seqlen_q, seqlen_k, options.window_left or 0, options.window_right or 0, rows, options.scale,
                 D=width, BLOCK_D=block_d,
                 BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
+                **OVERLAPPING,
             )  # fmt: skip
     return dq, dk, dv, sink_gradient(options.sinks, lse, delta), lse.new_empty(0)
 

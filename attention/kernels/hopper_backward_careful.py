@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .backward import _grad_kv_tile, _grad_q_tile
 from .common import LOG2_E, SAFE_BLOCK, key_tiles, load_tile, query_tiles, store_tile
+from .hopper_common import await_previous
 
 BLOCK = tl.constexpr(64)  # queries or keys of a tile
 SIZES = ["heads_q", "group", "seqlen_q", "seqlen_k", "window_left", "window_right", "batch_heads"]
@@ -87,6 +88,7 @@ def repair_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv by as many programs as there are, or nothing if `redo` is 0."""
+    await_previous()
     if tl.load(redo_ptr) != 0:
         shift = seqlen_k - seqlen_q
         shape = (seqlen_q, seqlen_k, shift - window_left, shift + window_right)

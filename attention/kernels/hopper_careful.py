@@ -1,7 +1,8 @@
-"""NaN and inf in values that not all queries of a tile see: Hopper's forward once more, slowly, for such tiles.
+"""What is left to do after Hopper's forward, in a kernel of its own: its code would slow the forward's, even unused.
 
-0 · NaN is NaN, so hidden values reach rows that don't see them. The forward's groups mark such rows with an lse of NaN,
-and note whether they had any. This is a kernel of its own, since its code slows the forward's by 4 % even unused.
+NaN and inf in values that not all queries of a tile see: 0 · NaN is NaN, so hidden values reach rows that don't see
+them. The forward's groups mark such rows with an lse of NaN and note whether they had any; here such tiles are done
+once more, slowly. And each head's largest logit, of the queries' largest ones.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from .common import LN_2, LOG2_E
+from .hopper_common import await_previous
 from .hopper_schedule import SIZES, count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
 from .hopper_softmax import count_sink, softmax
 
 ROWS = gl.constexpr(64)  # queries of a group of four warps
 CAREFUL = gl.constexpr(16)  # keys at a time
+PIECES = gl.constexpr(16)  # of PIECE queries whose largest logits are read at once, lest a head wait for memory often
+PIECE = gl.constexpr(1024)
 
 
 @gluon.jit
@@ -109,28 +113,71 @@ def _repair_tile(
         store_rows(out_ptr, acc / row_sum[:, None], entry, head, first_q, row0, length_q, heads_q, seqlen_q, DV)
 
 
+@gluon.jit
+def _largest_of_head(peaks_ptr, max_logits_ptr, head, problem):
+    """The largest of all queries' largest logits (entries, heads, positions) of one head."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    heads_q, _, seqlen_q, _, _, _, num_heads, _, _, cu_q_ptr, _ = problem
+    entries = num_heads // heads_q
+    length = seqlen_q
+    if cu_q_ptr is not None:
+        length = gl.load(cu_q_ptr + entries)  # nobody wrote what is behind the last sequence
+        entries = 1
+    pieces = gl.cdiv(length, PIECE)  # of an entry
+    number = gl.arange(0, PIECES, gl.SliceLayout(1, layout))
+    offs_s = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+    largest = gl.full((PIECE,), -float("inf"), gl.float32, gl.SliceLayout(0, layout))
+    for first in range(0, entries * pieces, PIECES):
+        entry = (first + number) // pieces
+        rest = gl.where(entry < entries, length - (first + number) % pieces * PIECE, 0)
+        ptr = peaks_ptr + ((entry.to(gl.int64) * heads_q + head) * seqlen_q + (first + number) % pieces * PIECE)
+        peaks = gl.load(ptr[:, None] + offs_s[None, :], mask=offs_s[None, :] < rest[:, None], other=-float("inf"))
+        largest = gl.maximum(largest, gl.max(peaks, 0))
+    gl.store(max_logits_ptr + head, gl.max(largest, 0))
+
+
+@gluon.jit
+def _repair_group(
+    number, number_of_groups, problem, num_tiles, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr, scales,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """What one group of one of the forward's programs found spoiled."""
+    program, programs = number // GROUPS, number_of_groups // GROUPS
+    for count in range(count_rounds(num_tiles, program, programs)):
+        batch, head, start_m = place_of_tile(tile_of_round(count, program, programs), problem, GROUPS * ROWS)
+        lengths = locate_both(batch, problem)
+        if start_m < lengths[1]:
+            _repair_tile(
+                (batch, head, start_m + number % GROUPS * ROWS), lengths, problem, q_rows, k_rows, v_rows, out_ptr,
+                lse_ptr, sinks_ptr, scales, D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
+            )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=SIZES)
-def repair_kernel(
-    q_rows, k_rows, v_rows, out_ptr, lse_ptr, spoiled_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+def finish_kernel(
+    q_rows, k_rows, v_rows, out_ptr, lse_ptr, spoiled_ptr, peaks_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
     heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, num_tiles,
     scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """A program does nothing, or what one group of the forward's program found spoiled."""
-    if gl.load(spoiled_ptr + gl.program_id(0)) != 0:
-        problem = (
-            heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
-        )  # fmt: skip
-        scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
-        program, programs = gl.program_id(0) // GROUPS, gl.num_programs(0) // GROUPS
-        which = gl.program_id(0) % GROUPS
-        for count in range(count_rounds(num_tiles, program, programs)):
-            tile = tile_of_round(count, program, programs)
-            batch, head, start_m = place_of_tile(tile, problem, GROUPS * ROWS)
-            lengths = locate_both(batch, problem)
-            if start_m < lengths[1]:
-                _repair_tile(
-                    (batch, head, start_m + which * ROWS), lengths, problem, q_rows, k_rows, v_rows, out_ptr, lse_ptr,
-                    sinks_ptr, scales, D, DV, BLOCK_D, BLOCK_DV, BOUND_LEFT, BOUND_RIGHT,
-                )  # fmt: skip
+    """A program a head, if max_logits are asked for, and, if any may be, one for each group's spoiled tiles."""
+    await_previous()
+    problem = (
+        heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
+    )  # fmt: skip
+    number = gl.program_id(0)
+    number_of_groups = gl.num_programs(0)
+    if max_logits_ptr is not None:
+        if number < heads_q:
+            _largest_of_head(peaks_ptr, max_logits_ptr, number, problem)
+        number -= heads_q
+        number_of_groups -= heads_q
+    if spoiled_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if gl.load(spoiled_ptr + number, mask=number >= 0, other=0) != 0:
+            scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
+            _repair_group(
+                number, number_of_groups, problem, num_tiles, q_rows, k_rows, v_rows, out_ptr, lse_ptr, sinks_ptr,
+                scales, D, DV, BLOCK_D, BLOCK_DV, GROUPS, BOUND_LEFT, BOUND_RIGHT,
+            )  # fmt: skip

@@ -5,17 +5,36 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from .common import interpreted, load_tile
 
 # Names that Triton 3.6 has otherwise than its successors.
 load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
+INTERPRETED = tl.constexpr(interpreted(load_tile))
+# How to launch a kernel that may start while the one before it in the stream ends, and so begins with `await_previous`.
+OVERLAPPING = {"launch_pdl": True}
 L2_SHARE = 2**25  # bytes that programs running at the same time may share in a cache of 50 MB
+
+
+@triton.jit
+def await_previous():
+    """Waits until the kernel launched before this one has ended and its results can be seen.
+
+    Every program of an `OVERLAPPING` kernel comes here before it touches memory, even if it then does nothing: the
+    kernel after it relies on all that came before.
+    """
+    if not INTERPRETED:
+        gdc_wait()
 
 
 @gluon.jit

@@ -27,9 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..reference import Options
 from .common import LN_2, LOG2_E, loadable, on_device_of, pointer
-from .hopper_careful import ROWS, repair_kernel, store_rows
+from .hopper_careful import ROWS, finish_kernel, store_rows
 from .hopper_common import (
     L2_SHARE,
+    OVERLAPPING,
     arrive,
     barrier,
     barriers,
@@ -445,7 +446,8 @@ def forward(
     num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
     num_heads = entries * heads_q
     # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
-    peaks = (lse.clone() if packed else torch.empty_like(lse)) if with_max_logits else None
+    peaks = torch.empty_like(lse) if with_max_logits else None
+    max_logits = lse.new_empty(heads_q if with_max_logits else 0)
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -473,10 +475,12 @@ def forward(
             DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
             REGISTERS=tile.registers, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4, **bounds,
         )  # fmt: skip
-        if spoiled is not None:
-            repair_kernel[(len(spoiled),)](
-                pointer(q), pointer(k), pointer(v), out, lse, spoiled, sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
+        tasks = len(max_logits) + (0 if spoiled is None else len(spoiled))
+        if tasks:
+            finish_kernel[(tasks,)](
+                pointer(q), pointer(k), pointer(v), out, lse, spoiled, peaks, max_logits if with_max_logits else None,
+                sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
                 D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
-                **bounds,
+                **bounds, **OVERLAPPING,
             )  # fmt: skip
-    return result, lse, lse.new_empty(0) if peaks is None else peaks.amax(1 if packed else (0, 2))
+    return result, lse, max_logits

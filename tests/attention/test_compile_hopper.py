@@ -7,16 +7,16 @@ SCRIPT = """
 import multiprocessing
 
 import triton.language as tl
-from helpers.sm90 import compile_kernel, loops_with_products
+from helpers.sm90 import compile_kernel, loops_with_products, waits_first
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from attention.kernels.hopper_careful import repair_kernel
+from attention.kernels.hopper_careful import finish_kernel
 from attention.kernels.hopper_forward import TILES, forward_kernel
 from attention.kernels.tiles import padded_widths
 
 EXPECTED = ("cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg")
 TYPES = {"scale": "fp32", "softcap": "fp32", "lse_ptr": "*fp32", "max_logits_ptr": "*fp32", "sinks_ptr": "*fp32"}
-TYPES |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "spoiled_ptr": "*i32"}
+TYPES |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "spoiled_ptr": "*i32", "peaks_ptr": "*fp32"}
 VARLEN = {"cu_q_ptr", "cu_k_ptr"}
 OPTIONAL = VARLEN | {"max_logits_ptr", "sinks_ptr", "softcap"}
 FULL, CAUSAL, WINDOW = (False, False), (False, True), (True, True)
@@ -33,7 +33,13 @@ CASES = [
     ("fp16", 256, 256, WINDOW, set()),
     ("bf16", 192, 128, CAUSAL, set()),
 ]
-REPAIRS = [("bf16", 128, CAUSAL, set()), ("fp16", 256, WINDOW, VARLEN | {"sinks_ptr", "softcap"})]
+MAX_LOGITS = {"peaks_ptr", "max_logits_ptr"}
+FINISHES = [
+    ("bf16", 128, CAUSAL, set()),
+    ("fp16", 256, WINDOW, VARLEN | {"sinks_ptr", "softcap"}),
+    ("bf16", 128, CAUSAL, MAX_LOGITS),
+    ("fp16", 64, FULL, MAX_LOGITS),
+]
 
 
 def desc(dtype, rows, width):
@@ -81,25 +87,27 @@ def check(case):
     return f"{dtype} {width} {width_v} {bounds} {sorted(on)}: {faults or 'ok'}"
 
 
-def check_repair(case):
+def check_finish(case):
     dtype, width, bounds, on = case
-    signature = dict.fromkeys(repair_kernel.arg_names, "i32") | TYPES | {"out_ptr": f"*{dtype}"}
+    signature = dict.fromkeys(finish_kernel.arg_names, "i32") | TYPES | {"out_ptr": f"*{dtype}"}
     signature |= dict.fromkeys(("q_rows", "k_rows", "v_rows"), (f"*{dtype}", "i32", "i32", "i32"))
-    signature = {name: signature[name] for name in repair_kernel.arg_names}
+    signature = {name: signature[name] for name in finish_kernel.arg_names}
     constants = {"D": width, "DV": width, "BLOCK_D": width, "BLOCK_DV": width, "GROUPS": TILES[width].groups}
     constants |= {"BOUND_LEFT": bounds[0], "BOUND_RIGHT": bounds[1]}
-    constants |= {name: None for name in OPTIONAL - on if name in signature}
+    constants |= {name: None for name in (OPTIONAL | MAX_LOGITS) - on if name in signature}
+    if not any(bounds) and not on & VARLEN:
+        constants["spoiled_ptr"] = None
     aligned = [name for name in signature if name.endswith("_ptr") and name not in constants]
-    compile_kernel(repair_kernel, signature, constants, aligned, num_warps=4)
-    return f"repair {dtype} {width} {bounds} {sorted(on)}: ok"
+    report = compile_kernel(finish_kernel, signature, constants, aligned, num_warps=4, launch_pdl=True)
+    return f"finish {dtype} {width} {bounds} {sorted(on)}: {'ok' if waits_first(report.ptx) else 'too early'}"
 
 
 def check_any(case):
-    return check(case) if len(case) == 5 else check_repair(case)
+    return check(case) if len(case) == 5 else check_finish(case)
 
 
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    for line in pool.imap(check_any, CASES + REPAIRS, chunksize=1):
+    for line in pool.imap(check_any, CASES + FINISHES, chunksize=1):
         print(line)
 """
 
@@ -107,5 +115,5 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 def test_the_forward_compiles_for_hopper():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 13
+    assert len(lines) == 15
     assert [line for line in lines if not line.endswith(": ok")] == []

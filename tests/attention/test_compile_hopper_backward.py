@@ -5,7 +5,7 @@ from helpers.sm90 import run_uninterpreted
 
 SCRIPT = """
 import triton.language as tl
-from helpers.sm90 import compile_kernel
+from helpers.sm90 import compile_kernel, waits_first
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from attention.kernels import hopper_backward, hopper_backward_careful
@@ -27,8 +27,9 @@ def check(width, tile, dtype, left, right):
     signature |= dict.fromkeys(("lse_desc", "delta_desc"), desc("fp32", 1, tile.block_m))
     constants = {"D": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
     constants |= {"BOUND_LEFT": left, "BOUND_RIGHT": right}
-    report = compile_kernel(kernel, signature, constants, ["dq_ptr"], num_warps=8)
+    report = compile_kernel(kernel, signature, constants, ["dq_ptr"], num_warps=8, launch_pdl=True)
     faults = [instruction for instruction in EXPECTED if instruction not in report.ptx]
+    faults += ["doesn't wait first"] * (not waits_first(report.ptx))
     # What is kept over the loop may wait in memory, which costs nothing, and newer assemblers do so.
     faults += [f"spills {report.spilled_bytes} bytes"] * (report.spilled_bytes > 128) + report.warnings
     print(width, dtype, f"left={left} right={right}:", faults or "ok")
@@ -40,12 +41,22 @@ def check_repair(width):
     signature |= dict.fromkeys(("q_rows", "k_rows", "v_rows", "do_rows"), ("*bf16", "i32", "i32", "i32"))
     signature |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16") | {"lse_ptr": "*fp32", "delta_ptr": "*fp32"}
     constants = {"D": width, "BLOCK_D": width, "BOUND_LEFT": True, "BOUND_RIGHT": True}
-    compile_kernel(kernel, signature, constants, [name for name in signature if name.endswith("_ptr")])
-    print(width, "repair: ok")
+    report = compile_kernel(kernel, signature, constants, [name for name in signature if name.endswith("_ptr")])
+    print(width, "repair:", "ok" if waits_first(report.ptx) else "too early")
+
+
+def check_finish(width, tile):
+    kernel = hopper_backward._finish_kernel
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "redo_ptr": "*i32"}
+    signature |= {"sums_ptr": "*fp32", "dq_ptr": "*bf16"}
+    constants = {"D": width, "BLOCK_M": tile.block_m, "BLOCK_D": width}
+    report = compile_kernel(kernel, signature, constants, ["sums_ptr", "dq_ptr"])
+    print(width, "finish:", "ok" if waits_first(report.ptx) else "too early")
 
 
 for width, tile in TILES.items():
     check_repair(width)
+    check_finish(width, tile)
     for dtype, left, right in (("bf16", False, True), ("bf16", False, False), ("fp16", True, True)):
         check(width, tile, dtype, left, right)
 """
@@ -54,5 +65,5 @@ for width, tile in TILES.items():
 def test_the_backward_compiles_for_hopper():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 12
+    assert len(lines) == 15
     assert [line for line in lines if not line.endswith(" ok")] == []

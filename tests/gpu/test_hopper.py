@@ -239,6 +239,52 @@ def test_max_logits_change_nothing_else(width):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("window", [CAUSAL, FULL])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("batch", "seqlen"), [(1, 129), (40, 130), (3, 1100), (1, 20000)])
+def test_the_largest_logit_is_found_wherever_it_is(batch, seqlen, packed, window):
+    """Of all queries of a head one alone likes the keys. Packed, seven rows follow the last sequence."""
+    total = batch * seqlen
+    k = torch.ones(total + 7, 2, 64, dtype=BF16, device="cuda")
+    cu_seqlens = cumulative(range(0, total + 1, seqlen), range(0, total + 1, seqlen)) if packed else None
+    for row in (0, total // 2, total - 1):
+        q = -torch.ones(total + 7, 6, 64, dtype=BF16, device="cuda")
+        q[row] = torch.arange(1, 7, device="cuda")[:, None]
+        q[total:] = 100
+        tensors = (q, k, k) if packed else (x[:total].unflatten(0, (batch, seqlen)) for x in (q, k, k))
+        with memory_is_nan():
+            largest = forward(*tensors, window, cu_seqlens, with_max_logits=True)[2]
+        torch.testing.assert_close(largest, torch.arange(8.0, 56.0, 8.0, device="cuda"), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, FULL])
+def test_the_largest_logit_with_nan_is_the_portable_kernels(window):
+    q, k, v, _ = inputs(2, 300, 300, 4, 2, 64, 64, BF16)
+    q[0, 5, 0, 3] = k[1, 7, 1, 3] = torch.nan
+    ours, portable = (forward(q, k, v, window, with_max_logits=True, backend=name)[2] for name in ("hopper", "triton"))
+    torch.testing.assert_close(ours, portable, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_replays_what_it_captured():
+    q, k, v, grad = inputs(2, 517, 517, 4, 2, 64, 64, BF16)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def run():
+        out, largest = flash_attention(q, k, v, causal=True, return_max_logits=True, backend="hopper")
+        return out, largest, *torch.autograd.grad(out, (q, k, v), grad)[1:]  # dq isn't the same to the bit
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(3):
+        with torch.no_grad():
+            q += 0.5
+        graph.replay()
+        for replayed, expected in zip(captured, run(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
 ISOLATION = [(width, CAUSAL, False) for width in WIDTHS]
 ISOLATION += [(128, WINDOW, False), (64, CAUSAL, True), (128, CAUSAL, True)]
 

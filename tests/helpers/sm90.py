@@ -54,6 +54,11 @@ def _assemble(ptx: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel waits for the one before it ahead of anything in memory."""
+    return re.search(r"griddepcontrol\.wait|\b(ld|st|atom|red)\.(\w+\.)*global|cp\.async", ptx)[0].startswith("grid")
+
+
 def loops_with_products(cubin: bytes) -> list[list[str]]:
     """The machine instructions of each innermost loop with wgmma.
 
