@@ -25,7 +25,7 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,7 @@ def report(csv_path: Path, target: float | None = None) -> tuple[str, str | None
     undecided = edges(by_name, target)
     if undecided is None:
         lines += ["", *table(best, target), "", verdict(best) if target is None else reached(best, target)]
+        lines += [] if target is None else ["", on_the_way(best, target)]
     return "\n".join([*lines, "", source(csv_path, rows[0])]), undecided
 
 
@@ -255,6 +256,17 @@ def reached(best: dict[str, list[Run]], loss: float) -> str:
         return f"Not both reach {loss:g}."
     steps, seconds = muon[0] / adamw[0], muon[1] / adamw[1]
     return f"To {loss:g} Muon needs {steps:.2f} of AdamW's steps and {seconds:.2f} of its seconds."
+
+
+def on_the_way(best: dict[str, list[Run]], loss: float) -> str:
+    """Muon's share of AdamW's steps to every loss at which AdamW validated, unless Muon's first is lower already."""
+    muon, adamw = (mean_curve(best[name]) for name in ("muon", "adamw"))
+    shares = [
+        f"{point.loss:.4f}: {crossing(muon, point.loss)[0] / point.step:.2f}"
+        for point in takewhile(lambda point: point.loss > loss, adamw)
+        if muon[0].loss > point.loss and math.isfinite(crossing(muon, point.loss)[0])
+    ]
+    return f"On the way, to a loss of {', '.join(shares)}." if shares else ""
 
 
 def verdict(best: dict[str, list[Run]]) -> str:

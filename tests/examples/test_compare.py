@@ -204,6 +204,8 @@ def test_a_target_is_what_the_learning_rates_are_picked_for(
     assert "AdamW, steps to 3 by learning rate: 0.002: never, **0.004: 75**, 0.008: never" in text
     assert "To 3 Muon needs 0.68 of AdamW's steps" in text and "ends at" not in text
     assert "steps to 3.0000 | seconds to 3.0000 |" in text
+    # The mean curves are 5.1 - 0.04 step and 6.1 - 0.04 step.
+    assert "\nOn the way, to a loss of 4.5000: 0.38, 4.1000: 0.50, 3.7000: 0.58, 3.3000: 0.64.\n" in text
 
 
 def test_seeds_that_overlap_have_no_winner(
