@@ -112,11 +112,12 @@ def measure(
     for _ in range(rounds):
         for layout, optimizer in optimizers.items():
             times[layout].append(milliseconds(optimizer, device))
+    medians = {layout: statistics.median(found) for layout, found in times.items()}
     rows: list[dict[str, object]] = []
-    for layout, found in times.items():
+    for layout, ms in medians.items():
         sending, both = overlap(optimizers[layout]) if device.type == "cuda" else (0.0, 0.0)
-        row = {"model": model, "layout": layout, "ranks": ranks, "ms": statistics.median(found)}
-        rows.append(row | {"lowest_ms": min(found), "sending_ms": sending, "overlapped_ms": both})
+        row = {"model": model, "layout": layout, "ranks": ranks, "ms": ms, "of_alone": ms / medians["alone"]}
+        rows.append(row | {"lowest_ms": min(times[layout]), "sending_ms": sending, "overlapped_ms": both})
     return rows
 
 

@@ -49,6 +49,15 @@ TABLES: dict[str, list[tuple[str, str, str]]] = {
         ("launches", "launches", ""),
         ("extra_mib", "extra MiB", ".0f"),
     ],
+    "distributed_step": [
+        ("model", "hidden matrices of", ""),
+        ("layout", "layout", ""),
+        ("ranks", "GPUs", ""),
+        ("ms", "ms a step", ".2f"),
+        ("of_alone", "of alone", ".2f"),
+        ("sending_ms", "sending, ms", ".2f"),
+        ("overlapped_ms", "of it while computing", ".2f"),
+    ],
     "attention": [
         ("shape", "B, S, H, D", ""),
         ("mask", "mask", ""),
