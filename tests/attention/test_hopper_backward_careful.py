@@ -30,7 +30,7 @@ def test_the_repair_is_what_the_portable_kernels_do(window, where):
         grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
         repair_kernel[(2,)](
             pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, *grads, torch.tensor([int(redo)]),
-            2, 2, 70, 90, window[0] or 0, window[1], 2, options.scale,
+            None, None, 2, 2, 70, 90, 70, 90, window[0] or 0, window[1], 2, options.scale,
             D=40, BLOCK_D=64, BOUND_LEFT=window[0] is not None, BOUND_RIGHT=True,
         )  # fmt: skip
         for mine, portables in zip(grads, expected, strict=True):
