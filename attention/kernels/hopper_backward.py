@@ -171,7 +171,7 @@ def _without_hidden(p, start_m, start_n, problem, BOUND_LEFT: gl.constexpr, BOUN
 
 @gluon.jit
 def _step(
-    i, s, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, unit_scale,
+    i, s, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, scales,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr,
@@ -195,12 +195,17 @@ def _step(
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
     lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    unit_scale, tanh_scale = scales
+    if tanh_scale is not None:
+        s = 1.0 - 2.0 / (gl.exp2(s * (tanh_scale * (2.0 * LOG2_E))) + 1.0)  # the tanh
     p = gl.exp2(s * unit_scale - lse[None, :])
     if masked:
         p = _without_hidden(p, start_m, start_n, problem, BOUND_LEFT, BOUND_RIGHT)
     zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
     if WIDE:
         p_tile.store(p.to(q_ring.dtype))
+        if tanh_scale is not None:
+            p = p * (1.0 - s * s)
         dp = warpgroup_mma_wait(0, deps=[dp])
         delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
         ds_tile.store((p * (dp - delta[None, :])).to(q_ring.dtype))
@@ -211,6 +216,8 @@ def _step(
         dk = warpgroup_mma(ds_tile, q, dk, is_async=True)
     else:
         p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
+        if tanh_scale is not None:  # what follows only needs the weights times the derivative of the softcap
+            p = p * (1.0 - s * s)
         dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
@@ -272,7 +279,7 @@ def _number(count, tasks):
 
 @gluon.jit
 def _multiply_tile(
-    count, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale,
+    count, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, softcap,
     D: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -308,10 +315,11 @@ def _multiply_tile(
     place = (batch * heads_k + head) * group * tiles_q + first_tile + begin
     tile = 0
     for _ in range(group * tiles):
+        scales = (scale * LOG2_E, None) if softcap is None else (softcap * LOG2_E, scale / softcap)
         is_masked = (tile < before) | (tile >= before + full)
         s, dk, dv = _step(
             step, s, dk, dv, shared, signals, sequence, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
-            is_masked, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
+            is_masked, scales, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
             BOUND_RIGHT, WIDE,
         )  # fmt: skip
         step += 1
@@ -352,7 +360,7 @@ def _multiply_tile(
 
 @gluon.jit
 def _multiply(
-    dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, softcap,
     D: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -365,7 +373,7 @@ def _multiply(
         for count in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
             step = _multiply_tile(
                 count, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale,
-                D, WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                softcap, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )  # fmt: skip
     else:
         done = 0
@@ -373,7 +381,7 @@ def _multiply(
         while noted_tile(record, done) >= 0:
             step = _multiply_tile(
                 done, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale,
-                D, WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                softcap, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )  # fmt: skip
             done += 1
             mbarrier.wait(kv_full, done & 1)
@@ -384,6 +392,7 @@ def _multiply(
 def _grad_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr,
     tasks_ptr, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
+    softcap,
     D: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
@@ -422,8 +431,8 @@ def _grad_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, D, WIDTH,
-                BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+                dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, softcap, D,
+                WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )),
             (_copy, (
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, tasks, BLOCK_M,
@@ -444,6 +453,7 @@ class Tile(NamedTuple):
 
 
 TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}  # by padded head width
+SOFTCAP_TILES = TILES | {64: Tile(64, 128, 2)}  # short of registers, the assembler would serialise wgmma
 
 
 def backward(
@@ -471,7 +481,7 @@ def backward(
     batch, seqlen_q, heads_q, width = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     block_d = padded_width(width)
-    block_m, block_n, stages = TILES[block_d]
+    block_m, block_n, stages = (TILES if options.softcap is None else SOFTCAP_TILES)[block_d]
     sequences, longest_q, longest_k = batch, seqlen_q, seqlen_k
     tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
     tasks = None
@@ -506,6 +516,7 @@ def backward(
             describe(dk, block_n, block_d), describe(dv, block_n, block_d), *((dk, dv) if packed else (None, None)),
             sums, redo, tasks, heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
             shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
+            options.softcap,
             D=block_d, WIDTH=width if packed else block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
             num_warps=8, **bounds,
         )  # fmt: skip
@@ -516,7 +527,8 @@ def backward(
             repair_kernel[(4 * processors(q.device),)](
                 pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, dq, dk, dv, redo, cu_q, cu_k,
                 heads_q, group, seqlen_q, seqlen_k, longest_q, longest_k, options.window_left or 0,
-                options.window_right or 0, sequences * heads_q, options.scale, D=width, BLOCK_D=block_d, **bounds,
+                options.window_right or 0, sequences * heads_q, options.scale, options.softcap,
+                D=width, BLOCK_D=block_d, **bounds,
             )  # fmt: skip
     dsinks = sink_gradient(options.sinks, lse, delta)
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2]), dsinks, lse.new_empty(0)

@@ -19,20 +19,23 @@ SIZES = [
 
 
 @triton.jit
-def _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale):
-    """Where a sequence's queries and keys begin in which batch entry, and the rules of `score`."""
+def _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap):
+    """Where a sequence's queries and keys begin in which batch entry, the rules of `score`, the factor of `soften`."""
     seqlen_q, seqlen_k, _, _, window_left, window_right = shape
     first_q, length_q = locate(cu_q_ptr, batch, seqlen_q)
     first_k, length_k = locate(cu_k_ptr, batch, seqlen_k)
     entry = batch if cu_q_ptr is None else 0
     shift = length_k - length_q
-    return first_q, first_k, entry, (length_q, length_k, shift - window_left, shift + window_right, scale * LOG2_E)
+    unit_scale = (scale if softcap is None else softcap) * LOG2_E
+    tanh_scale = None if softcap is None else scale / softcap
+    rules = (length_q, length_k, shift - window_left, shift + window_right, unit_scale)
+    return first_q, first_k, entry, rules, tanh_scale
 
 
 @triton.jit
 def _repair_q(
     tile, q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, heads_q, group, shape,
-    scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
+    scale, softcap, D: tl.constexpr, BLOCK_D: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries."""
     num_tiles = tl.cdiv(shape[2], BLOCK)
@@ -40,7 +43,7 @@ def _repair_q(
     batch_head = tile // num_tiles
     batch = batch_head // heads_q
     head = batch_head % heads_q
-    first_q, first_k, entry, rules = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale)
+    first_q, first_k, entry, rules, tanh_scale = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap)
     length_q, length_k, shift_left, shift_right, _ = rules
     begin, _, _, end = key_tiles(
         start_m, length_q, length_k, shift_left, shift_right, BLOCK, SAFE_BLOCK, BOUND_LEFT, BOUND_RIGHT, True
@@ -57,8 +60,8 @@ def _repair_q(
     for start_n in tl.range(begin, end, SAFE_BLOCK, num_stages=1):
         dq = _grad_q_tile(
             dq, q, do, unit_lse, delta, k_rows, v_rows, entry, head // group, start_m, start_n, first_k, rules, None,
-            None, None, None, D, D, BLOCK, SAFE_BLOCK, BLOCK_D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT, True, True, True,
-            False,
+            None, tanh_scale, None,
+            D, D, BLOCK, SAFE_BLOCK, BLOCK_D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT, True, True, True, False,
         )  # fmt: skip
     dq_ptr += ((tl.cast(entry, tl.int64) * shape[0] + first_q) * heads_q + head) * D
     store_tile(dq_ptr, dq * scale, start_m, length_q, heads_q * D, BLOCK, D, BLOCK_D)
@@ -67,7 +70,7 @@ def _repair_q(
 @triton.jit
 def _repair_kv(
     tile, q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, heads_q, group,
-    shape, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
+    shape, scale, softcap, D: tl.constexpr, BLOCK_D: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys."""
     heads_k = heads_q // group
@@ -75,7 +78,7 @@ def _repair_kv(
     start_n = tile % num_tiles * BLOCK
     batch = tile // num_tiles // heads_k
     head = tile // num_tiles % heads_k
-    first_q, first_k, entry, rules = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale)
+    first_q, first_k, entry, rules, tanh_scale = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap)
     length_q, length_k, shift_left, shift_right, _ = rules
     begin, _, _, end = query_tiles(
         start_n, length_q, length_k, shift_left, shift_right, SAFE_BLOCK, BLOCK, BOUND_LEFT, BOUND_RIGHT, True, False
@@ -90,7 +93,7 @@ def _repair_kv(
     for i in tl.range(0, group * every, num_stages=1):
         dk, dv = _grad_kv_tile(
             dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, entry, head * group + i // every, heads_q,
-            begin + i % every * SAFE_BLOCK, start_n, first_q, shape[0], rules, None, None, batch, None, None,
+            begin + i % every * SAFE_BLOCK, start_n, first_q, shape[0], rules, None, None, batch, tanh_scale, None,
             D, D, SAFE_BLOCK, BLOCK, BLOCK_D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT, True, True, True, True, False,
         )  # fmt: skip
     row = (tl.cast(entry, tl.int64) * shape[1] + first_k) * heads_k + head
@@ -101,7 +104,7 @@ def _repair_kv(
 @triton.jit(do_not_specialize=SIZES)
 def repair_kernel(
     q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, redo_ptr, cu_q_ptr, cu_k_ptr,
-    heads_q, group, seqlen_q, seqlen_k, longest_q, longest_k, window_left, window_right, batch_heads, scale,
+    heads_q, group, seqlen_q, seqlen_k, longest_q, longest_k, window_left, window_right, batch_heads, scale, softcap,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BOUND_LEFT: tl.constexpr, BOUND_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv by as many programs as there are, or nothing if `redo` is 0."""
@@ -112,10 +115,10 @@ def repair_kernel(
         for tile in tl.range(tl.program_id(0), tiles_q, tl.num_programs(0)):
             _repair_q(
                 tile, q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, heads_q, group,
-                shape, scale, D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT,
+                shape, scale, softcap, D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT,
             )  # fmt: skip
         for tile in tl.range(tl.program_id(0), tiles_k, tl.num_programs(0)):
             _repair_kv(
                 tile, q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, heads_q,
-                group, shape, scale, D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT,
+                group, shape, scale, softcap, D, BLOCK_D, BOUND_LEFT, BOUND_RIGHT,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from helpers.sm90 import compile_kernel, loops_with_products
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from attention.kernels import hopper_backward, hopper_backward_careful
-from attention.kernels.hopper_backward import TILES
+from attention.kernels.hopper_backward import SOFTCAP_TILES, TILES
 
 EXPECTED = ("cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg", ".add.v4.f32")
 
@@ -19,7 +19,7 @@ def desc(dtype, *block):
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
-def check(width, tile, dtype, left, right, packed=False):
+def check(width, tile, dtype, left, right, packed=False, softcap=False):
     kernel = hopper_backward._grad_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "dq_ptr": "*fp32", "redo_ptr": "*i32"}
     signature |= dict.fromkeys(("q_desc", "do_desc"), desc(dtype, 1, 1, tile.block_m, width))
@@ -32,6 +32,10 @@ def check(width, tile, dtype, left, right, packed=False):
         signature |= pointers
     else:
         constants |= dict.fromkeys(pointers)
+    if softcap:
+        signature |= {"softcap": "fp32"}
+    else:
+        constants |= {"softcap": None}
     aligned = [name for name in ("dq_ptr", *pointers) if name not in constants]
     report = compile_kernel(kernel, signature, constants, aligned, num_warps=8)
     faults = [instruction for instruction in EXPECTED if instruction not in report.ptx]
@@ -41,7 +45,8 @@ def check(width, tile, dtype, left, right, packed=False):
     faults += [f"spills {report.spilled_bytes} bytes, {local} times in the loop"] * (
         report.spilled_bytes > (352 if packed else 128) or local > 20
     )
-    print(width, dtype, f"left={left} right={right} packed={packed}:", faults + report.warnings or "ok")
+    variant = f"left={left} right={right} packed={packed} softcap={softcap}:"
+    print(width, dtype, variant, faults + report.warnings or "ok")
 
 
 def check_repair(width):
@@ -49,7 +54,7 @@ def check_repair(width):
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "redo_ptr": "*i32"}
     signature |= dict.fromkeys(("q_rows", "k_rows", "v_rows", "do_rows"), ("*bf16", "i32", "i32", "i32"))
     signature |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16") | {"lse_ptr": "*fp32", "delta_ptr": "*fp32"}
-    constants = {"D": width, "BLOCK_D": width, "BOUND_LEFT": True, "BOUND_RIGHT": True}
+    constants = {"D": width, "BLOCK_D": width, "BOUND_LEFT": True, "BOUND_RIGHT": True, "softcap": None}
     signature |= dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32")
     compile_kernel(kernel, signature, constants, [name for name in signature if name.endswith("_ptr")])
     print(width, "repair: ok")
@@ -58,8 +63,10 @@ def check_repair(width):
 for width, tile in TILES.items():
     check_repair(width)
     for dtype, left, right in (("bf16", False, True), ("bf16", False, False), ("fp16", True, True)):
-        for packed in (False, True):
-            check(width, tile, dtype, left, right, packed)
+        check(width, tile, dtype, left, right)
+    check(width, tile, "bf16", False, True, packed=True)
+    check(width, SOFTCAP_TILES[width], "bf16", False, True, softcap=True)
+    check(width, SOFTCAP_TILES[width], "fp16", True, True, packed=True, softcap=True)
 """
 
 

@@ -40,7 +40,7 @@ def grad_kernel(
     """The twin of `_grad_kernel`, of tensors instead of descriptors."""
     from attention.kernels import hopper_backward_schedule as schedule
 
-    *problem, scale = sizes
+    *problem, scale, softcap = sizes
     block_m, block_n, width = constants["BLOCK_M"], constants["BLOCK_N"], constants["D"]
     bounds = (constants["BOUND_LEFT"], constants["BOUND_RIGHT"])
     steps = plain(schedule.count_steps)
@@ -65,10 +65,15 @@ def grad_kernel(
             queries, grads = (rows_from(x, batch, head_q, first_q + tile * block_m, block_m) for x in (q, do))
             padded = slice((first_tile + tile) * block_m, (first_tile + tile + 1) * block_m)
             lse, delta = unit_lse[head_q, padded], padded_delta[head_q, padded]
-            p = torch.exp2(keys @ queries.mT * scale * LOG2_E - lse)
+            s = keys @ queries.mT * scale
+            slope = 1.0
+            if softcap is not None:
+                slope = 1 - (s / softcap).tanh() ** 2
+                s = softcap * (s / softcap).tanh()
+            p = torch.exp2(s * LOG2_E - lse)
             if not before <= i % tiles < before + full:
                 p = torch.where(hidden(tile * block_m, start_n, sequence, p.shape, bounds), 0.0, p)
-            ds = p * (values @ grads.mT - delta)
+            ds = p * (values @ grads.mT - delta) * slope
             dv += p @ grads
             dk += ds @ queries
             parts = (ds.mT @ keys).view(block_m // 16, 2, 8, width // 8, 4, 2).permute(0, 3, 2, 4, 1, 5)
@@ -96,7 +101,8 @@ def backward(monkeypatch):
 
     launch = {"__getitem__": lambda self, grid: grad_kernel}
     monkeypatch.setattr(kernels, "_grad_kernel", type("Kernel", (), launch)())
-    monkeypatch.setattr(kernels, "TILES", {64: kernels.Tile(32, 16, 2)})
+    for name, block_m in (("TILES", 32), ("SOFTCAP_TILES", 16)):
+        monkeypatch.setattr(kernels, name, {64: kernels.Tile(block_m, 16, 2)})
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
     monkeypatch.setattr(kernels, "L2_SHARE", 2**16)  # several sections
     for name in ("describe", "describe_rows"):
@@ -119,12 +125,13 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(LENGTHS, st.integers(1, 3), st.sampled_from(WINDOWS), st.integers(0, 40), st.booleans())
-def check_packed(backward, lengths, group, window, rest, with_lse):
+@given(LENGTHS, st.integers(1, 3), st.sampled_from(WINDOWS), st.integers(0, 40), st.booleans(), st.booleans())
+def check_packed(backward, lengths, group, window, rest, with_lse, with_softcap):
     lengths_q, lengths_k = zip(*lengths, strict=True)
     torch.manual_seed(0)
     q, k, v, grad_out, options = packed_inputs(lengths_q, lengths_k, group, rest + 1)
     options = options._replace(window_left=window[0], window_right=window[1], sinks=torch.randn(2 * group))
+    options = options._replace(softcap=0.7 if with_softcap else None)
     if min(options.max_seqlen_q, options.max_seqlen_k) == 0:
         return
     out, lse, _ = forward_packed(tiled_forward, *(x.double() for x in (q, k, v)), options, False)
@@ -141,12 +148,12 @@ def test_packed_sequences_meet_their_own_keys(backward):
 
 
 @pytest.mark.parametrize("where", range(4))
-@pytest.mark.parametrize("window", [(None, None), (20, 10)])
-def test_what_is_not_finite_stays_in_its_sequence(backward, window, where):
+@pytest.mark.parametrize(("window", "softcap"), [((None, None), None), ((20, 10), 0.7)])
+def test_what_is_not_finite_stays_in_its_sequence(backward, window, softcap, where):
     """In the second sequence, into which the first one's last tile reaches, and in the rows past the end."""
     torch.manual_seed(0)
     *tensors, options = packed_inputs((40, 20, 50), (45, 12, 30), 2, 9)
-    options = options._replace(window_left=window[0], window_right=window[1])
+    options = options._replace(window_left=window[0], window_right=window[1], softcap=softcap)
     out, lse, _ = forward_packed(tiled_forward, *(x.double() for x in tensors[:3]), options, False)
 
     def run():
