@@ -498,8 +498,7 @@ def backward(
     padded_delta = torch.empty_like(unit_lse)
     delta = torch.empty_like(lse, dtype=torch.float32)
     sums = lse.new_empty(rows * tiles_q * block_m * block_d)
-    allocate = torch.zeros if packed else torch.empty  # nobody writes the rows past the last sequence
-    dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     widths = {"D": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
     bounds = {"BOUND_LEFT": options.window_left is not None, "BOUND_RIGHT": options.window_right is not None}
     shift = 0 if packed else seqlen_k - seqlen_q
@@ -507,7 +506,7 @@ def backward(
     with on_device_of(q):
         prepare_kernel[(sequences * heads_q * tiles,)](
             pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, padded_delta, delta, sums, redo, tasks,
-            cu_q, cu_k, heads_q, seqlen_q, tiles, tiles_q, BLOCK_N=block_n, **widths,
+            cu_q, cu_k, (dq, dk, dv), heads_q, seqlen_q, tiles, tiles_q, heads_k, seqlen_k, BLOCK_N=block_n, **widths,
         )  # fmt: skip
         _grad_kernel[(min(heads * tiles_k, processors(q.device)),)](
             describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),

@@ -20,16 +20,14 @@ SIZES = [
 
 @triton.jit
 def _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap):
-    """Where a sequence's queries and keys begin in which batch entry, the rules of `score`, the factor of `soften`."""
+    """Where a sequence's queries and keys begin in which batch entry, and the rules of `score`."""
     seqlen_q, seqlen_k, _, _, window_left, window_right = shape
     first_q, length_q = locate(cu_q_ptr, batch, seqlen_q)
     first_k, length_k = locate(cu_k_ptr, batch, seqlen_k)
     entry = batch if cu_q_ptr is None else 0
     shift = length_k - length_q
     unit_scale = (scale if softcap is None else softcap) * LOG2_E
-    tanh_scale = None if softcap is None else scale / softcap
-    rules = (length_q, length_k, shift - window_left, shift + window_right, unit_scale)
-    return first_q, first_k, entry, rules, tanh_scale
+    return first_q, first_k, entry, (length_q, length_k, shift - window_left, shift + window_right, unit_scale)
 
 
 @triton.jit
@@ -43,7 +41,8 @@ def _repair_q(
     batch_head = tile // num_tiles
     batch = batch_head // heads_q
     head = batch_head % heads_q
-    first_q, first_k, entry, rules, tanh_scale = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap)
+    first_q, first_k, entry, rules = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap)
+    tanh_scale = None if softcap is None else scale / softcap
     length_q, length_k, shift_left, shift_right, _ = rules
     begin, _, _, end = key_tiles(
         start_m, length_q, length_k, shift_left, shift_right, BLOCK, SAFE_BLOCK, BOUND_LEFT, BOUND_RIGHT, True
@@ -78,7 +77,8 @@ def _repair_kv(
     start_n = tile % num_tiles * BLOCK
     batch = tile // num_tiles // heads_k
     head = tile // num_tiles % heads_k
-    first_q, first_k, entry, rules, tanh_scale = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap)
+    first_q, first_k, entry, rules = _sequence(batch, shape, cu_q_ptr, cu_k_ptr, scale, softcap)
+    tanh_scale = None if softcap is None else scale / softcap
     length_q, length_k, shift_left, shift_right, _ = rules
     begin, _, _, end = query_tiles(
         start_n, length_q, length_k, shift_left, shift_right, SAFE_BLOCK, BLOCK, BOUND_LEFT, BOUND_RIGHT, True, False

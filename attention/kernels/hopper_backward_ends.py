@@ -24,12 +24,40 @@ def _place_of_queries(cu_q_ptr, heads, seqlen, tiles, tiles_q, BLOCK_M: tl.const
         return 0, head, first, length, tile * BLOCK_M, head * tiles_q + first // BLOCK_M + batch + tile
 
 
-@triton.jit(do_not_specialize=["heads", "seqlen", "tiles", "tiles_q"])
+@triton.jit
+def _clear(ptr, first, end, share, shares):
+    """Zeros to elements `first` to `end`, multiples of 8, or to one of several shares of them."""
+    AT_ONCE: tl.constexpr = 1024
+    end = tl.multiple_of(end, 8)
+    for start in range(first + share * AT_ONCE, end, shares * AT_ONCE):
+        offs = tl.multiple_of(start, 8) + tl.arange(0, AT_ONCE)
+        tl.store(ptr + offs, tl.zeros((AT_ONCE,), ptr.dtype.element_ty), mask=offs < end)
+
+
+@triton.jit
+def _clear_unseen(grads, cu_q_ptr, cu_k_ptr, batch, heads, heads_k, seqlen_q, seqlen_k, D: tl.constexpr):
+    """Zeros to what nobody else writes of packed gradients: rows past the last sequence, and keys without queries."""
+    dq_ptr, dk_ptr, dv_ptr = grads
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    row_q, row_k = tl.cast(heads * D, tl.int64), tl.cast(heads_k * D, tl.int64)
+    _clear(dq_ptr, tl.load(cu_q_ptr + batch) * row_q, seqlen_q * row_q, pid, programs)
+    first, end = tl.load(cu_k_ptr + batch) * row_k, seqlen_k * row_k
+    _clear(dk_ptr, first, end, pid, programs)
+    _clear(dv_ptr, first, end, pid, programs)
+    if pid < batch:
+        _, length_q = locate(cu_q_ptr, pid, 0)
+        first_k, length_k = locate(cu_k_ptr, pid, 0)
+        if length_q == 0:
+            _clear(dk_ptr, first_k * row_k, (first_k + length_k) * row_k, 0, 1)
+            _clear(dv_ptr, first_k * row_k, (first_k + length_k) * row_k, 0, 1)
+
+
+@triton.jit(do_not_specialize=["heads", "seqlen", "tiles", "tiles_q", "heads_k", "seqlen_k"])
 def prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_delta_ptr, delta_ptr, dq_ptr, redo_ptr,
-                   tasks_ptr, cu_q_ptr, cu_k_ptr, heads, seqlen, tiles, tiles_q, D: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of a head's delta = Σ dO O - dlse, and of its lse in units of ln 2, padded to whole tiles; dq = 0; the tasks
-    of packed sequences.
+                   tasks_ptr, cu_q_ptr, cu_k_ptr, grads, heads, seqlen, tiles, tiles_q, heads_k, seqlen_k,
+                   D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Rows of a head's delta = Σ dO O - dlse, and of its lse in units of ln 2, padded to whole tiles; dq = 0. Of
+    packed sequences the tasks, and zeros where nobody else writes.
 
     Queries past the end, and those that see no key, get an lse of inf, and so weights of 0.
     """
@@ -37,7 +65,9 @@ def prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_de
         if tl.program_id(0) == 0:
             tl.store(redo_ptr, 0)
     if tasks_ptr is not None:
-        list_tasks(tasks_ptr, cu_q_ptr, cu_k_ptr, tl.num_programs(0) // (heads * tiles), BLOCK_M, BLOCK_N)
+        batch = tl.num_programs(0) // (heads * tiles)
+        list_tasks(tasks_ptr, cu_q_ptr, cu_k_ptr, batch, BLOCK_M, BLOCK_N)
+        _clear_unseen(grads, cu_q_ptr, cu_k_ptr, batch, heads, heads_k, seqlen, seqlen_k, D)
     entry, head, first, length, start_m, number = _place_of_queries(cu_q_ptr, heads, seqlen, tiles, tiles_q, BLOCK_M)
     if cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)
         if start_m >= length:

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attention.packed import backward_packed, forward_packed
@@ -107,7 +107,9 @@ def backward(monkeypatch):
     monkeypatch.setattr(kernels, "L2_SHARE", 2**16)  # several sections
     for name in ("describe", "describe_rows"):
         monkeypatch.setattr(kernels, name, lambda x, *sizes: x)
-    return kernels.backward
+    torch.use_deterministic_algorithms(True)  # memory starts as NaN
+    yield kernels.backward
+    torch.use_deterministic_algorithms(False)
 
 
 def packed_inputs(lengths_q, lengths_k, group, rest):
@@ -124,7 +126,8 @@ def packed_inputs(lengths_q, lengths_k, group, rest):
 LENGTHS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=5)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@example([(0, 50), (40, 0), (33, 47), (33, 20), (0, 0)], 2, (None, 0), 40, False, False)
 @given(LENGTHS, st.integers(1, 3), st.sampled_from(WINDOWS), st.integers(0, 40), st.booleans(), st.booleans())
 def check_packed(backward, lengths, group, window, rest, with_lse, with_softcap):
     lengths_q, lengths_k = zip(*lengths, strict=True)
