@@ -61,7 +61,11 @@ def runs_on_hopper(backend: str, q: Tensor, v: Tensor, options: Options, with_ma
 
 def backward_runs_on_hopper(backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """The same of the backward, which covers less: it adds up dq in no fixed order, which `deterministic` rules out."""
-    if options.deterministic or options.softcap is not None or options.cu_seqlens_q is not None or k.shape != v.shape:
+    if options.deterministic or k.shape != v.shape:
         return False
+    if options.cu_seqlens_q is not None and (
+        options.cu_seqlens_q.shape[0] == 1 or min(options.max_seqlen_q, options.max_seqlen_k) == 0
+    ):
+        return False  # without work
     is_wide = q.shape[-1] >= MIN_HOPPER_WIDTH and q.shape[-1] % 8 == 0
     return is_wide and runs_on_hopper(backend, q, v, options, with_max_logits=False)

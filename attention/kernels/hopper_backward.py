@@ -8,6 +8,8 @@ Transposed, Pᵀ and dSᵀ come out in the registers from which the next product
 multiplied while this one's exponentials, its gradient of scores and its share of dq are on their way. Shares of dq are
 added up in memory in fp32, in the order in which the threads hold them, and put in order by a last kernel.
 
+Packed sequences are dealt out by their tiles of keys, of which the first kernel makes a list.
+
 The portable twin is ``backward.py``; the torch twin is `attention.reference.tiled_backward`.
 """
 
@@ -18,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,8 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..reference import Options, sink_gradient
-from .common import LOG2_E, load_tile, loadable, on_device_of, pointer, store_tile
+from .common import LOG2_E, loadable, on_device_of, pointer
 from .hopper_backward_careful import repair_kernel
+from .hopper_backward_ends import finish_kernel, prepare_kernel
+from .hopper_backward_schedule import TASK, count_steps, locate_tile, note_tile, noted_tile, take_tile
 from .hopper_common import (
     L2_SHARE,
     OVERLAPPING,
@@ -53,85 +56,84 @@ SIZES = [
 
 
 @gluon.jit
-def _place(t, problem, BLOCK_N: gl.constexpr):
-    """Which keys tile t is of. The heads of a section, whose queries and gradients fit into L2, go together.
-
-    Under a causal mask the first keys are seen by the most queries. They go first in every second section, the last one
-    included, and last in the others, so that no program gets the longer tiles of every section.
-    """
-    heads_k, _, _, _, _, _, _, tiles_k, section, heads = problem
-    number = t // (section * tiles_k)
-    first = number * section
-    width = gl.minimum(section, heads - first)
-    rest = t - first * tiles_k
-    n = rest // width
-    is_descending = (gl.cdiv(heads, section) - number) & 1
-    n = gl.where(is_descending == 1, n, tiles_k - 1 - n)
-    batch_head = first + rest % width
-    return batch_head // heads_k, batch_head % heads_k, n * BLOCK_N
-
-
-@gluon.jit
-def _steps(start_n, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOUND_LEFT: gl.constexpr,
-           BOUND_RIGHT: gl.constexpr):  # fmt: skip
-    """The first tile of queries that sees these keys; how many follow, itself included; after how many begin those that
-    need no mask, and how many they are. Key j is seen by queries from j - shift_right to j - shift_left."""
-    _, _, seqlen_q, seqlen_k, shift_left, shift_right, _, _, _, _ = problem
-    end = gl.cdiv(seqlen_q, BLOCK_M)
-    begin = 0
-    full_begin = 0
-    full_end = end
-    if BOUND_RIGHT:
-        begin = gl.minimum(gl.maximum(start_n - shift_right, 0) // BLOCK_M, end - 1)
-        full_begin = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - shift_right, 0), BLOCK_M)
-    if BOUND_LEFT:
-        last = gl.maximum(gl.minimum(start_n + BLOCK_N, seqlen_k) - shift_left, 0)
-        end = gl.minimum(end, gl.cdiv(last, BLOCK_M))
-        full_end = gl.minimum(end, gl.maximum(start_n - shift_left + 1, 0) // BLOCK_M)
-    end = gl.maximum(end, begin + 1)  # whoever sees nothing still writes its zeros
-    # Keys past the end are masked, lest their weights overflow.
-    full_end = gl.where(start_n + BLOCK_N > seqlen_k, begin, gl.maximum(full_end, begin))
-    full_begin = gl.maximum(gl.minimum(full_begin, full_end), begin)
-    return begin, end - begin, full_begin - begin, full_end - full_begin
+def _copy_tile(
+    t, count, step, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, tasks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Copies what tile t needs; returns the number of steps so far and, of packed sequences, the next tile."""
+    q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, _, _, _ = shared
+    kv_full, kv_empty, q_full, do_full, empty = signals
+    heads_k, group, _, _, _, _, _, _, _, _ = problem
+    tasks_ptr, record = tasks
+    batch, head, start_n, first_q, first_k, first_tile, sequence = locate_tile(t, problem, tasks_ptr, BLOCK_N)
+    begin, tiles, _, _ = count_steps(start_n, sequence, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
+    following = t
+    for i in range(group * tiles):
+        if tasks_ptr is not None:  # noqa: SIM102 (known to the compiler)
+            if i == group * tiles - 1:
+                following = take_tile(tasks_ptr)
+        head_q = head * group + i // tiles
+        start_m = (begin + i % tiles) * BLOCK_M
+        q_place = [batch, head_q, first_q + start_m, 0]
+        row_place = [batch * heads_k * group + head_q, first_tile * BLOCK_M + start_m]
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+        load(q_desc, q_place, q_full.index(stage), q_ring.index(stage))
+        load(lse_desc, row_place, q_full.index(stage), lse_ring.index(stage))
+        if i == 0:
+            mbarrier.wait(kv_empty, (count & 1) ^ 1)
+            if tasks_ptr is not None:
+                note_tile(record, count, t)
+            mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            load(k_desc, [batch, head, first_k + start_n, 0], kv_full, k_tile.index(0))
+            load(v_desc, [batch, head, first_k + start_n, 0], kv_full, v_tile.index(0))
+        mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        load(do_desc, q_place, do_full.index(stage), do_ring.index(stage))
+        load(delta_desc, row_place, do_full.index(stage), delta_ring.index(stage))
+        step += 1
+    return step, following
 
 
 @gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, tasks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
     BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The copying role."""
-    q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, _, _, _ = shared
-    kv_full, kv_empty, q_full, do_full, empty = signals
-    heads_k, group, seqlen_q, _, _, _, _, tiles_k, _, heads = problem
+    """The copying role. Tiles are dealt out beforehand, packed ones while it works: their lengths would be uneven."""
+    q_ring = shared[0]
+    kv_full, kv_empty, q_full, _, empty = signals
+    _, _, seqlen_q, _, _, _, _, tiles_k, _, heads = problem
+    tasks_ptr, record = tasks
     step = 0
-    for count in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
-        batch, head, start_n = _place(tile_of_round(count, gl.program_id(0), gl.num_programs(0)), problem, BLOCK_N)
-        begin, tiles, _, _ = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
-        for i in range(group * tiles):
-            head_q = head * group + i // tiles
-            start_m = (begin + i % tiles) * BLOCK_M
-            row = batch * heads_k * group + head_q
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            load(q_desc, [batch, head_q, start_m, 0], q_full.index(stage), q_ring.index(stage))
-            load(lse_desc, [row, start_m], q_full.index(stage), lse_ring.index(stage))
-            if i == 0:
-                mbarrier.wait(kv_empty, (count & 1) ^ 1)
-                mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                load(k_desc, [batch, head, start_n, 0], kv_full, k_tile.index(0))
-                load(v_desc, [batch, head, start_n, 0], kv_full, v_tile.index(0))
-            mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            load(do_desc, [batch, head_q, start_m, 0], do_full.index(stage), do_ring.index(stage))
-            load(delta_desc, [row, start_m], do_full.index(stage), delta_ring.index(stage))
-            step += 1
-    # The scores after the last are multiplied too, of zeros.
-    stage = step % STAGES
-    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-    load(q_desc, [0, 0, seqlen_q, 0], q_full.index(stage), q_ring.index(stage))
+    count = 0
+    if tasks_ptr is None:
+        for number in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
+            step, _ = _copy_tile(
+                tile_of_round(number, gl.program_id(0), gl.num_programs(0)), number, step,
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, tasks,
+                BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+            )  # fmt: skip
+    else:
+        t = take_tile(tasks_ptr)
+        while t < heads * tiles_k:
+            step, t = _copy_tile(
+                t, count, step, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, tasks,
+                BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+            )  # fmt: skip
+            count += 1
+    # The scores after the last are multiplied too, of zeros. A program without any must not leave a copy behind.
+    if tasks_ptr is None or step > 0:
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+        load(q_desc, [0, 0, seqlen_q, 0], q_full.index(stage), q_ring.index(stage))
+    if tasks_ptr is not None:  # only now, since the last tile ends with these scores
+        mbarrier.wait(kv_empty, (count & 1) ^ 1)
+        note_tile(record, count, -1)
+        mbarrier.arrive(kv_full)
 
 
 @gluon.jit
@@ -180,7 +182,7 @@ def _without_hidden(p, start_m, start_n, problem, BOUND_LEFT: gl.constexpr, BOUN
 
 @gluon.jit
 def _step(
-    i, s, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, unit_scale,
+    i, s, dk, dv, shared, signals, problem, dq_ptr, place, start_m, start_n, masked, scales,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, WIDE: gl.constexpr,
@@ -204,12 +206,17 @@ def _step(
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
     lse = lse_ring.index(stage).reshape([BLOCK_M]).load(columns)
+    unit_scale, tanh_scale = scales
+    if tanh_scale is not None:
+        s = 1.0 - 2.0 / (gl.exp2(s * (tanh_scale * (2.0 * LOG2_E))) + 1.0)  # the tanh
     p = gl.exp2(s * unit_scale - lse[None, :])
     if masked:
         p = _without_hidden(p, start_m, start_n, problem, BOUND_LEFT, BOUND_RIGHT)
     zeros = gl.zeros((BLOCK_M, D), gl.float32, DQ_LAYOUT)
     if WIDE:
         p_tile.store(p.to(q_ring.dtype))
+        if tanh_scale is not None:
+            p = p * (1.0 - s * s)
         dp = warpgroup_mma_wait(0, deps=[dp])
         delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
         ds_tile.store((p * (dp - delta[None, :])).to(q_ring.dtype))
@@ -220,6 +227,8 @@ def _step(
         dk = warpgroup_mma(ds_tile, q, dk, is_async=True)
     else:
         p_operand = gl.convert_layout(p.to(q_ring.dtype), operand)
+        if tanh_scale is not None:  # what follows only needs the weights times the derivative of the softcap
+            p = p * (1.0 - s * s)
         dv = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_ring.index(stage).reshape([BLOCK_M]).load(columns)
@@ -257,12 +266,35 @@ def _step(
 
 
 @gluon.jit
-def _multiply(
-    dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+def _store_rows(ptr, tile, head, first, length, heads_k, WIDTH: gl.constexpr):
+    """The first rows of a tile in shared memory, `length` or all of them, to the positions from `first` on."""
+    NUMBER: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    offs_n = gl.arange(0, NUMBER, gl.SliceLayout(1, layout))
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    ptr += (gl.cast(first, gl.int64) * heads_k + head) * WIDTH
+    mask = (offs_n[:, None] < length) & (offs_d[None, :] < WIDTH)
+    gl.store(ptr + offs_n[:, None].to(gl.int64) * (heads_k * WIDTH) + offs_d[None, :], tile.load(layout), mask=mask)
+
+
+@gluon.jit
+def _number(count, tasks):
+    """The program's tile number `count`."""
+    tasks_ptr, record = tasks
+    if tasks_ptr is None:
+        return tile_of_round(count, gl.program_id(0), gl.num_programs(0))
+    else:
+        return noted_tile(record, count)
+
+
+@gluon.jit
+def _multiply_tile(
+    count, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, softcap,
+    D: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying role."""
+    """The gradients of one tile of keys, and its share of dq; returns the number of steps so far."""
     # Two groups of four warps share the keys, or, of only 64 keys, the queries and the width.
     WIDE: gl.constexpr = BLOCK_N == 64
     WARPS: gl.constexpr = [4, 2] if WIDE else [8, 1]
@@ -277,67 +309,102 @@ def _multiply(
     )
     q_ring, _, _, _, k_tile, v_tile, _, _, results = shared
     kv_full, kv_empty, q_full, _, _ = signals
-    heads_k, group, _, _, _, _, tiles_q, tiles_k, _, heads = problem
+    heads_k, group, _, _, _, _, tiles_q, _, _, _ = problem
+    tasks_ptr = tasks[0]
+    batch, head, start_n, _, _, first_tile, sequence = locate_tile(_number(count, tasks), problem, tasks_ptr, BLOCK_N)
+    begin, tiles, before, full = count_steps(start_n, sequence, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
+    mbarrier.wait(kv_full, count & 1, deps=[k_tile, v_tile])
+    stage = step % STAGES
+    mbarrier.wait(q_full.index(stage), step // STAGES & 1, deps=[q_ring])
+    k = k_tile.index(0).reshape([BLOCK_N, D])
+    q = q_ring.index(stage).reshape([BLOCK_M, D])
+    s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False)
+    dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+    dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
+    # The place of a tile is counted on, without a division, in the heads' tiles of dq and in one head's.
+    place = (batch * heads_k + head) * group * tiles_q + first_tile + begin
+    tile = 0
+    for _ in range(group * tiles):
+        scales = (scale * LOG2_E, None) if softcap is None else (softcap * LOG2_E, scale / softcap)
+        is_masked = (tile < before) | (tile >= before + full)
+        s, dk, dv = _step(
+            step, s, dk, dv, shared, signals, sequence, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
+            is_masked, scales, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
+            BOUND_RIGHT, WIDE,
+        )  # fmt: skip
+        step += 1
+        tile += 1
+        place += gl.where(tile == tiles, tiles_q - tiles + 1, 1)
+        tile = gl.where(tile == tiles, 0, tile)
+    tma.store_wait(0)  # the last results have left
+    barrier()
+    if not WIDE:
+        mbarrier.arrive(kv_empty)
+    # Computed again rather than kept in registers over the loop.
+    t = _number(_hidden(count), tasks)
+    batch, head, start_n, _, first_k, _, sequence = locate_tile(t, problem, tasks_ptr, BLOCK_N)
+    dk_tile = k_tile.index(0) if WIDE else results.index(0)
+    dv_tile = v_tile.index(0) if WIDE else results.index(1)
+    dk_tile.reshape([BLOCK_N, D]).store((dk * scale).to(dk_desc.dtype))
+    dv_tile.reshape([BLOCK_N, D]).store(dv.to(dv_desc.dtype))
+    fence_async_shared()
+    barrier()
+    if tasks_ptr is None or start_n + BLOCK_N <= sequence[3]:  # the copy engine stops at the tensor's last row
+        store(dk_desc, [batch, head, first_k + start_n, 0], dk_tile)
+        store(dv_desc, [batch, head, first_k + start_n, 0], dv_tile)
+    elif tasks_ptr is not None:  # and here another sequence begins
+        first, length = first_k + start_n, sequence[3] - start_n
+        _store_rows(dk_ptr, dk_tile.reshape([BLOCK_N, D]), head, first, length, heads_k, WIDTH)
+        _store_rows(dv_ptr, dv_tile.reshape([BLOCK_N, D]), head, first, length, heads_k, WIDTH)
+    if WIDE:
+        tma.store_wait(0)
+        barrier()
+        mbarrier.arrive(kv_empty)
+    if redo_ptr is not None:
+        # What spoils dv, an incoming gradient that isn't finite, spoils dk too.
+        spoiled = gl.sum(dk * 0.0, 1) != 0.0
+        nowhere = gl.zeros((BLOCK_N,), gl.int32, gl.SliceLayout(1, DK_LAYOUT))
+        gl.store(redo_ptr + nowhere, nowhere + 1, mask=spoiled)
+    return step
+
+
+@gluon.jit
+def _multiply(
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, softcap,
+    D: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """The multiplying role."""
+    kv_full = signals[0]
+    _, _, _, _, _, _, _, tiles_k, _, heads = problem
+    tasks_ptr, record = tasks
     step = 0
-    for count in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
-        batch, head, start_n = _place(tile_of_round(count, gl.program_id(0), gl.num_programs(0)), problem, BLOCK_N)
-        begin, tiles, before, full = _steps(start_n, problem, BLOCK_M, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
-        mbarrier.wait(kv_full, count & 1, deps=[k_tile, v_tile])
-        stage = step % STAGES
-        mbarrier.wait(q_full.index(stage), step // STAGES & 1, deps=[q_ring])
-        k = k_tile.index(0).reshape([BLOCK_N, D])
-        q = q_ring.index(stage).reshape([BLOCK_M, D])
-        s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, S_LAYOUT)
-        s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False)
-        dk = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
-        dv = gl.zeros((BLOCK_N, D), gl.float32, DK_LAYOUT)
-        # The place of a tile is counted on, without a division, in the heads' tiles of dq and in one head's.
-        place = (batch * heads_k + head) * group * tiles_q + begin
-        tile = 0
-        for _ in range(group * tiles):
-            is_masked = (tile < before) | (tile >= before + full)
-            s, dk, dv = _step(
-                step, s, dk, dv, shared, signals, problem, dq_ptr, place, (begin + tile) * BLOCK_M, start_n,
-                is_masked, scale * LOG2_E, D, BLOCK_M, BLOCK_N, STAGES, S_LAYOUT, DK_LAYOUT, DQ_LAYOUT, BOUND_LEFT,
-                BOUND_RIGHT, WIDE,
+    if tasks_ptr is None:
+        for count in range(count_rounds(heads * tiles_k, gl.program_id(0), gl.num_programs(0))):
+            step = _multiply_tile(
+                count, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale,
+                softcap, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )  # fmt: skip
-            step += 1
-            tile += 1
-            place += gl.where(tile == tiles, tiles_q - tiles + 1, 1)
-            tile = gl.where(tile == tiles, 0, tile)
-        tma.store_wait(0)  # the last results have left
-        barrier()
-        if not WIDE:
-            mbarrier.arrive(kv_empty)
-        # Computed again rather than kept in registers over the loop.
-        batch, head, start_n = _place(
-            tile_of_round(_hidden(count), gl.program_id(0), gl.num_programs(0)), problem, BLOCK_N
-        )
-        dk_tile = k_tile.index(0) if WIDE else results.index(0)
-        dv_tile = v_tile.index(0) if WIDE else results.index(1)
-        dk_tile.reshape([BLOCK_N, D]).store((dk * scale).to(dk_desc.dtype))
-        dv_tile.reshape([BLOCK_N, D]).store(dv.to(dv_desc.dtype))
-        fence_async_shared()
-        barrier()
-        store(dk_desc, [batch, head, start_n, 0], dk_tile)
-        store(dv_desc, [batch, head, start_n, 0], dv_tile)
-        if WIDE:
-            tma.store_wait(0)
-            barrier()
-            mbarrier.arrive(kv_empty)
-        if redo_ptr is not None:
-            # What spoils dv, an incoming gradient that isn't finite, spoils dk too.
-            spoiled = gl.sum(dk * 0.0, 1) != 0.0
-            nowhere = gl.zeros((BLOCK_N,), gl.int32, gl.SliceLayout(1, DK_LAYOUT))
-            gl.store(redo_ptr + nowhere, nowhere + 1, mask=spoiled)
+    else:
+        done = 0
+        mbarrier.wait(kv_full, 0)
+        while noted_tile(record, done) >= 0:
+            step = _multiply_tile(
+                done, step, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale,
+                softcap, D, WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
+            )  # fmt: skip
+            done += 1
+            mbarrier.wait(kv_full, done & 1)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def _grad_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, redo_ptr,
-    heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr,
+    tasks_ptr, heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads, scale,
+    softcap,
+    D: gl.constexpr, WIDTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and the sums of dq, as many as there are processors at once."""
@@ -363,75 +430,30 @@ def _grad_kernel(
     do_full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1)
     fence_async_shared()
+    await_previous()
+    tasks = (tasks_ptr, None)
+    if tasks_ptr is not None:
+        tiles_k = gl.load(tasks_ptr)
+        tasks = (tasks_ptr, gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])))
     shared = (q_ring, do_ring, lse_ring, delta_ring, k_tile, v_tile, p_tile, ds_tile, results)
     signals = (kv_full, kv_empty, q_full, do_full, empty)
     problem = (
         heads_k, group, seqlen_q, seqlen_k, shift_left, shift_right, tiles_q, tiles_k, section, heads
     )  # fmt: skip
-    await_previous()
     gl.warp_specialize(
         [
             (_multiply, (
-                dk_desc, dv_desc, dq_ptr, redo_ptr, shared, signals, problem, scale, D, BLOCK_M, BLOCK_N, STAGES,
-                BOUND_LEFT, BOUND_RIGHT,
+                dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, redo_ptr, shared, signals, problem, tasks, scale, softcap, D,
+                WIDTH, BLOCK_M, BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )),
             (_copy, (
-                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, BLOCK_M, BLOCK_N,
-                STAGES, BOUND_LEFT, BOUND_RIGHT,
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shared, signals, problem, tasks, BLOCK_M,
+                BLOCK_N, STAGES, BOUND_LEFT, BOUND_RIGHT,
             )),
         ],
         [1],  # warps of the copying role; the other has the kernel's
         [24],  # their registers
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
-def _prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_delta_ptr, delta_ptr, dq_ptr, redo_ptr,
-                    heads, seqlen, tiles, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of a head's delta = Σ dO O - dlse, and of its lse in units of ln 2, padded to whole tiles; dq = 0.
-
-    Queries past the end, and those that see no key, get an lse of inf, and so weights of 0.
-    """
-    tile = tl.program_id(0) % tiles
-    batch_head = tl.program_id(0) // tiles
-    batch = batch_head // heads
-    head = batch_head % heads
-    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < seqlen
-    out = load_tile(out_rows, batch, head, tile * BLOCK_M, seqlen, BLOCK_M, D, BLOCK_D, False)
-    do = load_tile(do_rows, batch, head, tile * BLOCK_M, seqlen, BLOCK_M, D, BLOCK_D, False)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    row = tl.cast(batch_head, tl.int64) * seqlen
-    lse = tl.load(lse_ptr + row + offs_m, mask=mask_m, other=float("inf"))
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row + offs_m, mask=mask_m, other=0.0)
-    padded = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(unit_lse_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E))
-    tl.store(padded_delta_ptr + padded, delta)
-    tl.store(delta_ptr + row + offs_m, delta, mask=mask_m)
-    dq_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
-    tl.store(dq_ptr + tl.arange(0, BLOCK_M * BLOCK_D), tl.zeros((BLOCK_M * BLOCK_D,), tl.float32))
-    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        if tl.program_id(0) == 0:
-            tl.store(redo_ptr, 0)
-
-
-@triton.jit(do_not_specialize=["heads", "seqlen", "tiles"])
-def _finish_kernel(sums_ptr, dq_ptr, redo_ptr, heads, seqlen, tiles, scale, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_D: tl.constexpr):  # fmt: skip
-    """Scales dq, rounds it and puts it in the usual order, the inverse of that of `_add_dq`."""
-    await_previous()
-    tile = tl.program_id(0) % tiles
-    batch_head = tl.program_id(0) // tiles
-    sums_ptr += tl.cast(tl.program_id(0), tl.int64) * (BLOCK_M * BLOCK_D)
-    sums = tl.load(sums_ptr + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
-    if redo_ptr is not None:  # noqa: SIM102 (known to the compiler)
-        if tl.sum(sums * 0.0, 0) != 0.0:
-            tl.store(redo_ptr, 1)
-    parts = sums.to(dq_ptr.dtype.element_ty).reshape(BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2)
-    dq = parts.permute((0, 4, 2, 1, 3, 5)).reshape(BLOCK_M, BLOCK_D)
-    dq_ptr += (tl.cast(batch_head // heads, tl.int64) * seqlen * heads + batch_head % heads) * D
-    store_tile(dq_ptr, dq, tile * BLOCK_M, seqlen, heads * D, BLOCK_M, D, BLOCK_D)
 
 
 class Tile(NamedTuple):
@@ -443,6 +465,7 @@ class Tile(NamedTuple):
 
 
 TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}  # by padded head width
+SOFTCAP_TILES = TILES | {64: Tile(64, 128, 2)}  # short of registers, the assembler would serialise wgmma
 
 
 def backward(
@@ -459,17 +482,29 @@ def backward(
     """Gradients of q, k, v, the sinks and a mask, of which there is none, none of the inputs empty.
 
     For what `attention.backends.backward_runs_on_hopper` says."""
+    shapes = (q.shape, k.shape, v.shape)
+    packed = options.cu_seqlens_q is not None
+    if packed:
+        grad_out, q, k, v, out = (x[None] for x in (grad_out, q, k, v, out))
     grad_out, q, k, v, out = (loadable(x) for x in (grad_out, q, k, v, out))
     lse = lse.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    cu_q, cu_k = (None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k))
     batch, seqlen_q, heads_q, width = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     block_d = padded_width(width)
-    block_m, block_n, stages = TILES[block_d]
+    block_m, block_n, stages = (TILES if options.softcap is None else SOFTCAP_TILES)[block_d]
+    sequences, longest_q, longest_k = batch, seqlen_q, seqlen_k
     tiles_q, tiles_k = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
+    tasks = None
+    if cu_q is not None:
+        sequences, longest_q, longest_k = cu_q.shape[0] - 1, options.max_seqlen_q, options.max_seqlen_k
+        tiles_q, tiles_k = seqlen_q // block_m + sequences, seqlen_k // block_n + sequences  # at most
+        tasks = torch.empty((1 + tiles_k) * int(TASK.value), dtype=torch.int32, device=q.device)
+    tiles = triton.cdiv(longest_q, block_m)  # of the longest sequence
     heads = batch * heads_k
     group = heads_q // heads_k
-    section = max(1, L2_SHARE // (8 * group * seqlen_q * block_d))  # of q, its gradient and sums of dq in fp32
+    section = max(1, L2_SHARE // (8 * group * longest_q * block_d))  # of q, its gradient and sums of dq in fp32
     rows = batch * heads_q
     unit_lse = lse.new_empty(rows, tiles_q * block_m)
     padded_delta = torch.empty_like(unit_lse)
@@ -477,37 +512,37 @@ def backward(
     sums = lse.new_empty(rows * tiles_q * block_m * block_d)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     widths = {"D": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
-    shift = seqlen_k - seqlen_q
-    is_bounded = options.window_left is not None or options.window_right is not None
-    redo = torch.empty(1, dtype=torch.int32, device=q.device) if is_bounded else None
+    bounds = {"BOUND_LEFT": options.window_left is not None, "BOUND_RIGHT": options.window_right is not None}
+    shift = 0 if packed else seqlen_k - seqlen_q
+    redo = torch.empty(1, dtype=torch.int32, device=q.device) if packed or any(bounds.values()) else None
     with on_device_of(q):
-        _prepare_kernel[(rows * tiles_q,)](
-            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, padded_delta, delta, sums, redo, heads_q,
-            seqlen_q, tiles_q, **widths,
+        prepare_kernel[(sequences * heads_q * tiles,)](
+            pointer(out), pointer(grad_out), lse, grad_lse, unit_lse, padded_delta, delta, sums, redo, tasks,
+            cu_q, cu_k, (dq, dk, dv), heads_q, seqlen_q, tiles, tiles_q, heads_k, seqlen_k, BLOCK_N=block_n, **widths,
         )  # fmt: skip
         _grad_kernel[(min(heads * tiles_k, processors(q.device)),)](
             describe(q, block_m, block_d), describe(k, block_n, block_d), describe(v, block_n, block_d),
             describe(grad_out, block_m, block_d),
             describe_rows(unit_lse, block_m), describe_rows(padded_delta, block_m),
-            describe(dk, block_n, block_d), describe(dv, block_n, block_d), sums, redo,
-            heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
+            describe(dk, block_n, block_d), describe(dv, block_n, block_d), *((dk, dv) if packed else (None, None)),
+            sums, redo, tasks, heads_k, group, seqlen_q, seqlen_k, shift - (options.window_left or 0),
             shift + (options.window_right or 0), tiles_q, tiles_k, section, heads, options.scale,
-            D=block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
-            BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
-            num_warps=8, **OVERLAPPING,
+            options.softcap,
+            D=block_d, WIDTH=width if packed else block_d, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
+            num_warps=8, **bounds, **OVERLAPPING,
         )  # fmt: skip
-        _finish_kernel[(rows * tiles_q,)](
-            sums, dq, redo, heads_q, seqlen_q, tiles_q, options.scale, **widths, **OVERLAPPING
+        finish_kernel[(sequences * heads_q * tiles,)](
+            sums, dq, redo, cu_q, heads_q, seqlen_q, tiles, tiles_q, options.scale, **widths, **OVERLAPPING
         )
         if redo is not None:
             repair_kernel[(4 * processors(q.device),)](
-                pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, dq, dk, dv, redo, heads_q, group,
-                seqlen_q, seqlen_k, options.window_left or 0, options.window_right or 0, rows, options.scale,
-                D=width, BLOCK_D=block_d,
-                BOUND_LEFT=options.window_left is not None, BOUND_RIGHT=options.window_right is not None,
-                **OVERLAPPING,
+                pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, dq, dk, dv, redo, cu_q, cu_k,
+                heads_q, group, seqlen_q, seqlen_k, longest_q, longest_k, options.window_left or 0,
+                options.window_right or 0, sequences * heads_q, options.scale, options.softcap,
+                D=width, BLOCK_D=block_d, **bounds, **OVERLAPPING,
             )  # fmt: skip
-    return dq, dk, dv, sink_gradient(options.sinks, lse, delta), lse.new_empty(0)
+    dsinks = sink_gradient(options.sinks, lse, delta)
+    return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2]), dsinks, lse.new_empty(0)
 
 
 def describe_rows(x: torch.Tensor, width: int) -> TensorDescriptor:

@@ -11,7 +11,8 @@ from attention.reference import Options
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OPTIONS = Options(1.0)
-PACKED = OPTIONS._replace(cu_seqlens_q=torch.tensor([0, 200]), cu_seqlens_k=torch.tensor([0, 200]), max_seqlen_q=200)
+CU_SEQLENS = torch.tensor([0, 200])
+PACKED = OPTIONS._replace(cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS, max_seqlen_q=200, max_seqlen_k=200)
 UNCOVERED = [
     ("alibi_slopes", {"slopes": torch.ones(1, 2)}),
     ("attn_mask", {"mask": torch.ones(1, 1, 1, 1)}),
@@ -123,14 +124,16 @@ def test_the_backward_covers_less(on_hopper):
     def on_auto(q=Q, k=Q, v=Q, **fields):
         return backward_runs_on_hopper("auto", q, k, v, OPTIONS._replace(**fields))
 
-    assert on_auto() and on_auto(sinks=torch.ones(4)) and on_auto(window_right=0)
+    assert on_auto() and all(on_auto(**fields) for fields in COVERED)
     assert not on_auto(deterministic=True)
-    assert not on_auto(softcap=2.0)
     assert not on_auto(v=fake(2, 200, 4, 72))
     assert not on_auto(*(fake(2, 200, 4, 68),) * 3)  # rows of 136 bytes
     assert not on_auto(*(fake(2, 200, 4, 32),) * 3)
     assert not on_auto(*(fake(2, 200, 4, 64, dtype=FP32),) * 3)
-    assert not backward_runs_on_hopper("auto", *(fake(200, 4, 64),) * 3, PACKED)
+    packed = (fake(200, 4, 64),) * 3
+    assert backward_runs_on_hopper("auto", *packed, PACKED)
+    assert not backward_runs_on_hopper("hopper", *packed, PACKED._replace(max_seqlen_k=0))
+    assert not backward_runs_on_hopper("hopper", *packed, PACKED._replace(cu_seqlens_q=torch.tensor([0])))
     assert not backward_runs_on_hopper("triton", Q, Q, Q, OPTIONS)
     assert not backward_runs_on_hopper("hopper", Q, Q, Q, OPTIONS._replace(deterministic=True))
 

@@ -10,8 +10,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 
 
 @pytest.mark.parametrize("where", [None, *range(4)])
-@pytest.mark.parametrize("window", [(None, 0), (20, 10)])
-def test_the_repair_is_what_the_portable_kernels_do(window, where):
+@pytest.mark.parametrize(("window", "softcap"), [((None, 0), None), ((20, 10), 0.7)])
+def test_the_repair_is_what_the_portable_kernels_do(window, softcap, where):
     """`where` of q, k, v and the gradient a number isn't finite."""
     from attention.kernels import backward, forward
     from attention.kernels.common import pointer
@@ -20,7 +20,7 @@ def test_the_repair_is_what_the_portable_kernels_do(window, where):
     torch.manual_seed(0)
     q, grad_out = (torch.randn(1, 70, 2, 40, dtype=torch.float16) for _ in range(2))
     k, v = (torch.randn(1, 90, 1, 40, dtype=torch.float16) for _ in range(2))
-    options = Options(0.15, *window)
+    options = Options(0.15, *window, softcap)
     out, lse, _ = forward.forward(q, k, v, options, False)
     if where is not None:
         (q, k, v, grad_out)[where][0, 45, 0, 3] = torch.nan
@@ -30,7 +30,7 @@ def test_the_repair_is_what_the_portable_kernels_do(window, where):
         grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
         repair_kernel[(2,)](
             pointer(q), pointer(k), pointer(v), pointer(grad_out), lse, delta, *grads, torch.tensor([int(redo)]),
-            2, 2, 70, 90, window[0] or 0, window[1], 2, options.scale,
+            None, None, 2, 2, 70, 90, 70, 90, window[0] or 0, window[1], 2, options.scale, softcap,
             D=40, BLOCK_D=64, BOUND_LEFT=window[0] is not None, BOUND_RIGHT=True,
         )  # fmt: skip
         for mine, portables in zip(grads, expected, strict=True):

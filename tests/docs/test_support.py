@@ -110,7 +110,11 @@ def what_hopper_covers(monkeypatch, options, with_max_logits=False):
         ("alibi_slopes", Options(1.0, slopes=torch.ones(1, 2)), False),
         ("dropout_p", Options(1.0, dropout_p=0.1, seed=torch.zeros(1)), False),
         ("return_max_logits", Options(1.0), True),
-        ("flash_attention_varlen", Options(1.0, cu_seqlens_q=torch.zeros(2), max_seqlen_q=256), False),
+        (
+            "flash_attention_varlen",
+            Options(1.0, cu_seqlens_q=torch.zeros(2), max_seqlen_q=256, max_seqlen_k=256),
+            False,
+        ),
         ("scaled_dot_product_attention(attn_mask=)", Options(1.0, mask=torch.ones(1, 1, 1, 1)), False),
     ],
 )  # fmt: skip

@@ -3,12 +3,22 @@
 import pytest
 import torch
 
+from attention import flash_attention_varlen
 from attention.backends import backward_runs_on_hopper
+from attention.packed import forward_packed
 from attention.reference import Options, dense
 from tests.attention.checks import assert_right, grad, tensor
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CAUSAL, FULL = (None, 0), (None, None)
+# Lengths of queries and keys: equal ones; sequences without queries, without keys, without either; a key, a query each.
+PACKED = [
+    ([300, 1, 64, 700, 129], [300, 1, 64, 700, 129]),
+    ([300, 0, 40, 0, 1, 500], [200, 90, 0, 0, 300, 450]),
+    ([1, 2], [1, 2]),
+    ([17] * 40, [130] * 40),
+    ([128] * 9, [256] * 9),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +27,10 @@ def hopper():
         pytest.skip(reason="the kernel is Hopper's")
 
 
-def check(q, k, v, grad_out, window, grad_lse=None, sinks=None, scale=None):
+def check(q, k, v, grad_out, window, grad_lse=None, sinks=None, scale=None, **fields):
     """Compares with float64, and returns the gradients."""
     width = q.shape[-1]
-    options = Options(width**-0.5 if scale is None else scale, *window, sinks=sinks)
+    options = Options(width**-0.5 if scale is None else scale, *window, sinks=sinks, **fields)
     truth, plain = (gradients(q, k, v, grad_out, grad_lse, options, dtype) for dtype in (torch.float64, q.dtype))
     ours = run(q, k, v, grad_out, truth.pop("out"), truth.pop("lse"), options, grad_lse)
     assert_right(ours, plain, truth)
@@ -43,7 +53,8 @@ def gradients(q, k, v, grad_out, grad_lse, options, dtype):
     leaves = {"q": q, "k": k, "v": v} | ({} if options.sinks is None else {"sinks": options.sinks})
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
     options = options._replace(sinks=leaves.get("sinks"))
-    out, lse, _ = dense(leaves["q"], leaves["k"], leaves["v"], options)
+    tensors = (leaves["q"], leaves["k"], leaves["v"], options)
+    out, lse, _ = dense(*tensors) if options.cu_seqlens_q is None else forward_packed(dense, *tensors)
     loss = (out * grad_out.to(dtype)).sum()
     if grad_lse is not None:
         loss = loss + (lse * grad_lse.to(dtype)).masked_fill(lse == -torch.inf, 0).sum()
@@ -140,3 +151,99 @@ def test_what_is_not_finite_reaches_exactly_who_sees_it(where):
     assert all(not x.isfinite().all() and x.isfinite().any() for x in expected[: 2 if where == 2 else 3])
     for mine, portables in zip(grads, expected, strict=True):
         torch.testing.assert_close(mine, portables, rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+def packed_inputs(lengths_q, lengths_k, width, dtype=BF16, rest=70):
+    """q, k, v, a gradient, and where the sequences are, for four query and two key heads; `rest` rows behind them."""
+    q, k, v, grad_out = inputs(1, sum(lengths_q) + rest, sum(lengths_k) + rest, 4, 2, width, dtype)
+    cu_seqlens = (torch.tensor([0, *lengths], device="cuda").cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    fields = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
+    fields |= {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    return q[0], k[0], v[0], grad_out[0], fields
+
+
+@pytest.mark.parametrize("window", [CAUSAL, FULL, (70, 33)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_packed(width, window):
+    for lengths in PACKED:
+        *tensors, fields = packed_inputs(*lengths, width)
+        check(*tensors, window, **fields)
+
+
+def test_packed_lengths_at_random():
+    """More tiles than processors."""
+    generator = torch.Generator().manual_seed(0)
+    for number in (1, 3, 60, 200):
+        lengths = [torch.randint(0, 40_000 // number, (number,), generator=generator).clamp(0, 2000) for _ in range(2)]
+        lengths = [(x + 1).tolist() for x in lengths]
+        *tensors, fields = packed_inputs(*lengths, 128)
+        check(*tensors, CAUSAL, **fields)
+
+
+@pytest.mark.parametrize("width", [40, 72, 192])
+def test_packed_padded_widths(width):
+    """And lengths that are only a bound."""
+    *tensors, fields = packed_inputs(*PACKED[1], width, FP16)
+    grads = check(*tensors, CAUSAL, **fields | {"max_seqlen_q": 5000, "max_seqlen_k": 3000})
+    for gradient, lengths in zip(grads.values(), (PACKED[1][0], PACKED[1][1], PACKED[1][1]), strict=True):
+        assert gradient[sum(lengths) :].eq(0).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_packed_sinks_and_a_gradient_of_lse(softcap):
+    for lengths in PACKED[:2]:
+        *tensors, fields = packed_inputs(*lengths, 64)
+        grad_lse = torch.randn(4, tensors[0].shape[0], device="cuda")
+        check(*tensors, (70, 33), grad_lse, torch.randn(4, device="cuda"), **fields, softcap=softcap)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, FULL, (70, 33)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_softcap(width, window):
+    for softcap, scale in ((2.0, None), (30.0, 1.0), (0.5, -0.3)):
+        check(*inputs(2, 500, 429, 4, 2, width), window, scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_packed_softcap(width):
+    for lengths in PACKED[:2]:
+        *tensors, fields = packed_inputs(*lengths, width)
+        check(*tensors, CAUSAL, **fields, softcap=2.0)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_packed_keys_and_values_get_the_same_from_run_to_run(width):
+    *tensors, fields = packed_inputs(*PACKED[0], width)
+    first, second = (check(*tensors, CAUSAL, **fields) for _ in range(2))
+    assert torch.equal(first["dk"], second["dk"])
+    assert torch.equal(first["dv"], second["dv"])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("where", range(4))
+def test_what_is_not_finite_stays_in_its_sequence(where, softcap):
+    """As in the portable kernels: NaN in the second of three sequences, and in the rows past the end."""
+    from attention.kernels import backward, hopper_backward
+
+    *tensors, fields = packed_inputs([300, 200, 250], [300, 200, 250], 128)
+    options = Options(0.09, window_right=0, softcap=softcap, **fields)
+    q, k, v, grad_out = tensors
+    out, lse, _ = forward_packed(dense, q.float(), k.float(), v.float(), options)
+    tensors[where][345, 1, 2] = torch.nan
+    tensors[where][750:] = torch.inf
+    saved = (grad_out, None, q, k, v, out.to(BF16), lse, options, False)
+    grads, expected = hopper_backward.backward(*saved)[:3], backward.backward(*saved)[:3]
+    assert all(not x.isfinite().all() and x.isfinite().any() for x in expected[: 2 if where == 2 else 3])
+    for mine, portables in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, portables, rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+def test_packed_without_work():
+    """Through the public function, which finds who runs what: no sequence, none with queries, none with keys."""
+    for lengths_q, lengths_k in (([], []), ([0, 0], [3, 200]), ([200, 3], [0, 0])):
+        q, k, v = (torch.randn(300, 2, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+        cu_seqlens = [torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (lengths_q, lengths_k)]
+        longest = [max(x, default=0) for x in (lengths_q, lengths_k)]
+        out = flash_attention_varlen(q, k, v, *cu_seqlens, *longest, causal=True)
+        out.sum().backward()
+        assert all(x.grad.eq(0).all() for x in (q, k, v))
