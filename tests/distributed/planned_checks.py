@@ -1,0 +1,214 @@
+"""What every rank checks of ``muon.shared_plan``, on Triton's interpreter; ``test_planned.py`` asks for the outcomes.
+
+The reference is one process's plan: the same kernels on the same matrices, so that every bit is the same.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import gradients, make_optimizer, parameters
+from torch.nn import Parameter
+
+from muon import distributed
+from muon import optimizer as optimizer_module
+
+CHECKS: dict[str, Callable[[int], None]] = {}
+STEPS = 3
+SHAPES = {
+    "wide": (6, 20),
+    "wide2": (6, 20),
+    "tall": (20, 6),
+    "tall2": (20, 6),
+    "wide3": (6, 20),
+    "square": (16, 32),  # aligned
+    "square2": (16, 32),
+    "alone": (9, 7),  # fewer matrices than ranks
+    "qkv": (18, 6),
+    "blocks": (13, 6),
+    "experts": (5, 4, 6),
+    "conv": (6, 3, 2, 2),
+    "stored": (6, 10),  # (in, out)
+    "empty": (0, 4),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {
+        "neuron_norm": 0.9,
+        "weight_decay_mode": "cautious",
+        "maximize": True,
+        "adjust_lr_fn": "match_rms_adamw",
+        "workspace": 20_000,  # several buckets of the same sides
+    },
+    "momentum alone": {"nesterov": False, "momentum_dtype": torch.float32},
+}
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks(rank: int, names: Sequence[str]) -> list[str]:
+    """The names of those that passed, up to the first that failed, with what went wrong after it."""
+    optimizer_module.uses_triton = distributed.uses_triton = lambda _, p: p.dtype != torch.float64
+    passed: list[str] = []
+    for name in names:
+        try:
+            CHECKS[name](rank)
+        except Exception as error:
+            return [*passed, f"{name}: {error}\n{traceback.format_exc()}"]
+        passed.append(name)
+    return passed
+
+
+def make(group=None, dtype=torch.float32, shapes=SHAPES, **options):
+    params = {name: Parameter(tensor) for name, tensor in parameters(shapes, dtype).items()}
+    return params, make_optimizer(params, group, ns_steps=2, **options)
+
+
+def train(params, optimizer, change: Callable[[int, dict[str, torch.Tensor]], None] = lambda step, grads: None) -> None:
+    """Every step has another learning rate, and gradients at other addresses."""
+    for step in range(STEPS):
+        grads = gradients({name: tuple(p.shape) for name, p in params.items()}, step)
+        grads = {name: grad.to(params[name].dtype) for name, grad in grads.items()}
+        change(step, grads)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        for name, p in params.items():
+            p.grad = grads.get(name)
+        optimizer.step()
+
+
+def assert_same(found, expected) -> None:
+    (params, optimizer), (others, reference) = found, expected
+    for name, p in others.items():
+        assert torch.equal(params[name], p), name
+    state, other_state = (x.state_dict() for x in (optimizer, reference))
+    assert state["state"].keys() == other_state["state"].keys()
+    for index, values in other_state["state"].items():
+        assert state["state"][index].keys() == values.keys()
+        for key, value in values.items():
+            assert torch.equal(state["state"][index][key], value), (index, key)
+
+
+@contextmanager
+def counted(name: str):
+    """The calls of a collective."""
+    calls = []
+    where = distributed if name == "all_gather" else dist
+    original = getattr(where, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+        yield calls
+
+
+@check
+def ranks_share_the_work_of_one(rank: int) -> None:
+    for options in OPTIONS.values():
+        # NorMuon's kernels take no neurons that are columns.
+        shapes = {name: s for name, s in SHAPES.items() if name != "stored" or "neuron_norm" not in options}
+        shared, alone = (make(group, shapes=shapes, **options) for group in (dist.group.WORLD, None))
+        train(*shared)
+        train(*alone)
+        engine = shared[1]._engine
+        assert engine.plans and all(engine.plans.values()) and not engine.deals
+        assert_same(shared, alone)
+
+
+@check
+def parameters_with_a_remainder(rank: int) -> None:
+    options = {"dtype": torch.bfloat16, "bf16_remainder": True, "momentum_dtype": torch.float32}
+    shared, alone = make(dist.group.WORLD, **options), make(**options)
+    train(*shared)
+    train(*alone)
+    assert_same(shared, alone)
+
+
+@check
+def a_learning_rate_that_is_a_tensor(rank: int) -> None:
+    """As it would be on a GPU: the host doesn't read it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_module, "number", lambda lr: torch.tensor(lr, dtype=torch.float64))
+        shared, alone = make(dist.group.WORLD), make()
+        train(*shared)
+        train(*alone)
+    assert_same(shared, alone)
+
+
+@check
+def gradients_that_come_and_go(rank: int) -> None:
+    """One that a rank lacks updates nobody; a set that has been there before is planned already."""
+
+    def missing(step, grads):
+        if step % 2:
+            del grads["wide2"], grads["qkv"]
+
+    def missing_here(step, grads):
+        if step % 2 and rank == 1:
+            del grads["wide2"]
+        if step % 2 and rank == 2:
+            del grads["qkv"]
+
+    shared, alone = make(dist.group.WORLD), make()
+    train(*shared, missing_here)
+    train(*alone, missing)
+    assert_same(shared, alone)
+
+
+@check
+def a_gradient_laid_out_otherwise_on_one_rank(rank: int) -> None:
+    """And so its momentum, for good. All ranks send the same as ever."""
+
+    def transposed(step, grads):
+        if rank == 1:
+            grads["tall"] = grads["tall"].mT.contiguous().mT
+            grads["wide"] = torch._neg_view(-grads["wide"])
+
+    shared, alone = make(dist.group.WORLD), make()
+    train(*shared, transposed)
+    train(*alone)
+    assert (shared[0]["tall"].grad.stride() == (1, 20)) == (rank == 1)
+    assert_same(shared, alone)
+    assert torch.equal(shared[0]["wide"].grad, alone[0]["wide"].grad)
+
+
+@check
+def buckets_of_a_small_workspace(rank: int) -> None:
+    """Gathers take turns in the two halves of one buffer. Without room for them there is no plan."""
+    shapes = {f"matrix{i}": (16, 16) for i in range(17)}
+    matrix = 4 * 16 * 16
+    needed = 2 * 3 * matrix + (3 + 2) * matrix  # both halves of three ranks, and an iteration
+    for workspace, gathers in ((None, 1), (2 * needed, 3), (needed, 6), (6 * matrix, 6)):
+        shared, alone = (make(group, shapes=shapes, workspace=workspace) for group in (dist.group.WORLD, None))
+        with counted("all_gather") as calls:
+            train(*shared)
+        train(*alone)
+        assert len(calls) == STEPS * gathers
+        assert shared[1]._engine.buffers[torch.device("cpu")].numel() <= (workspace or needed * 6)
+        assert_same(shared, alone)
+    shared = make(dist.group.WORLD, shapes=shapes, workspace=6 * matrix - 1)
+    train(*shared)
+    assert shared[1]._engine.deals and not any(shared[1]._engine.plans.values())
+
+
+@check
+def shares_that_differ(rank: int) -> None:
+    """One matrix among three ranks: padded, it would be sent three times."""
+    shared, alone = (make(group, shapes={"alone": (9, 7)}) for group in (dist.group.WORLD, None))
+    with counted("all_gather") as gathers, counted("broadcast") as broadcasts:
+        train(*shared)
+    train(*alone)
+    assert (len(gathers), len(broadcasts)) == (0, STEPS)
+    assert_same(shared, alone)
+
+
+@check
+def one_parameter_at_a_time_is_not_planned(rank: int) -> None:
+    _, optimizer = shared = make(dist.group.WORLD, foreach=False)
+    train(*shared)
+    assert optimizer._engine.deals and not optimizer._engine.plans
