@@ -143,13 +143,15 @@ class Engine:
     ) -> None:
         """Update parameters of one layout and their states, in place; every rank of the layout takes part.
 
-        ``planned``: by ``muon.shared_plan`` where it can, which depends on what is the same on all ranks.
+        ``planned``: by ``muon.shared_plan`` if all ranks hold the whole of everything and its kernels can have it,
+        which depends on nothing but what is the same on all ranks.
         """
         shapes = tuple(whole.param.shape for whole in tensors)
         cut = (steps, matrix, split, workspace or DEFAULT_WORKSPACE)
         scalars: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         parts = [whole.map(local) if is_dtensor(whole.param) else whole for whole in tensors]
-        plan = self._plan(parts, shapes, layout, *cut, **options) if planned and _can_plan(parts, layout) else None
+        planned = planned and len(layout.shards) == 1 and not _is_capturing(parts[0].param)
+        plan = self._plan(parts, shapes, layout, *cut, **options) if planned else None
         if plan is not None:
             plan.step(parts, self._buffer(plan), lr_factor, **scalars, pool=self._pool(plan.device))
             return
@@ -191,17 +193,14 @@ class Engine:
         workspace: int,
         **options: Any,
     ) -> "SharedPlan | None":
-        from muon.shared_plan import SharedPlan, shared_buckets
-
-        described = tuple(tuple(None if t is None else (t.shape, t.dtype) for t in whole) for whole in tensors)
+        described = tuple(
+            tuple(None if t is None else (type(t), t.shape, t.dtype, t.device) for t in whole) for whole in tensors
+        )
         key = (id(layout), described, repr(steps), matrix, repr(split), workspace, tuple(options.values()))
         if key in self.plans:
             plan = self.plans.pop(key)
         else:
-            for whole in tensors:
-                check_shapes(whole, matrix)
-            buckets = shared_buckets(tensors, shapes, layout, steps, matrix, split, workspace)
-            plan = SharedPlan(tensors, buckets, layout, steps, **options) if buckets else None
+            plan = _new_plan(tensors, shapes, layout, steps, matrix, split, workspace, **options)
         _keep(self.plans, key, plan)
         return plan
 
@@ -229,15 +228,37 @@ def _keep(recent: dict[object, Any], key: object, value: Any) -> None:
         del recent[next(iter(recent))]
 
 
-def _can_plan(tensors: Sequence[Tensors], layout: Layout) -> bool:
-    """Whether all ranks have the whole of everything, on a GPU each, in dtypes that the kernels take."""
-    device = tensors[0].param.device
-    if len(layout.shards) > 1 or not all(uses_triton("auto", whole.param) for whole in tensors):
-        return False
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _new_plan(
+    tensors: Sequence[Tensors],
+    shapes: Sequence[Sequence[int]],
+    layout: Layout,
+    steps: Sequence[Triple],
+    matrix: MatrixMode,
+    split: Split,
+    workspace: int,
+    **options: Any,
+) -> "SharedPlan | None":
+    if not _can_plan(tensors):
+        return None
+    from muon.shared_plan import SharedPlan, shared_buckets
+
+    for whole in tensors:
+        check_shapes(whole, matrix)
+    buckets = shared_buckets(tensors, shapes, layout, steps, matrix, split, workspace)
+    return SharedPlan(tensors, buckets, layout, steps, **options) if buckets else None
+
+
+def _is_capturing(param: Tensor) -> bool:
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _can_plan(tensors: Sequence[Tensors]) -> bool:
+    """Whether kernels can have them: all on one GPU, in dtypes that they take."""
+    if not all(uses_triton("auto", whole.param) for whole in tensors):
         return False
     from muon.plan import suits_once_contiguous
 
+    device = tensors[0].param.device
     return all(whole.param.device == device and suits_once_contiguous(whole) for whole in tensors)
 
 

@@ -128,8 +128,9 @@ class SharedPlan(Tables):
 
         ``buffer`` (2, bytes, uint8) is where results are gathered, ``pool`` the memory of another plan's graphs.
         """
-        copies = [whole.map(_as_stored) for whole in tensors]
-        table = self._addresses(copies)
+        are_stored = all(t is None or is_as_stored(t) for whole in tensors for t in whole)
+        reached = tensors if are_stored else [whole.map(_as_stored) for whole in tensors]
+        table = self._addresses(reached)
         aligned = are_aligned(table)
         with torch.cuda.device_of(self.table):
             self._copy(table, self.table)
@@ -140,8 +141,9 @@ class SharedPlan(Tables):
             elif self.table.is_cuda and not self.graphs:
                 self._record(pool)
             self._run()
-        for whole, copy in zip(tensors, copies, strict=True):
-            _copy_back(whole, copy)
+        if not are_stored:
+            for whole, copy in zip(tensors, reached, strict=True):
+                _copy_back(whole, copy)
 
     def _follow(self, lr_factor: Callable[[int, int], float]) -> None:
         factors = [lr_factor(*shape) for shape in self.shapes]
@@ -166,9 +168,10 @@ class SharedPlan(Tables):
         launches.append(any(self._others(bucket) for bucket in self.buckets))
         for i, launches_any in enumerate(launches):
             if launches_any:
-                graph = record(self.segments[i], self.device, self.graphs[0].pool() if self.graphs else pool)
-                self.graphs.append(graph)
-                self.segments[i] = graph.replay
+                self.graphs.append(
+                    record(self.segments[i], self.device, self.graphs[0].pool() if self.graphs else pool)
+                )
+            self.segments[i] = self.graphs[-1].replay if launches_any else _nothing
 
     def _run(self) -> None:
         count = len(self.buckets)
@@ -246,6 +249,10 @@ def _gathered(bucket: SharedBucket, half: Tensor) -> Tensor:
     return half.view(bucket.dtype)[: shape.numel()].view(shape)
 
 
+def _nothing() -> None:
+    """An empty graph would come with a warning."""
+
+
 def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
@@ -264,7 +271,10 @@ def _copy_back(whole: Tensors, copy: Tensors) -> None:
 
 def _place(matrix: Matrix, whole: Tensors) -> list[int]:
     """The bytes from each tensor's start to where the matrix begins; if it is tall, as it is stored."""
-    starts = [0 if t is None else matrix.part(t).data_ptr() - t.data_ptr() for t in whole]
+    starts = []
+    for tensor in whole:
+        part = None if tensor is None else matrix.part(tensor.new_empty(tensor.shape, device="meta"))
+        starts.append(0 if part is None else int(part.storage_offset()) * part.element_size())
     is_tall = matrix.rows < matrix.cols if matrix.is_transposed else matrix.is_tall
     return [*starts, int(is_tall)]
 
