@@ -89,6 +89,8 @@ KEYS = {
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "attention_ratios": lambda figures: ratios(rows_of("attention"), figures / "attention.png"),
     "attention_short": lambda figures: short(rows_of("attention")),
+    "optimizer_step_short": lambda figures: steps_beside_each_other(rows_of("optimizer_step")),
+    "newton_schulz_short": lambda figures: some_shapes(rows_of("newton_schulz")),
 }
 
 
@@ -110,6 +112,28 @@ def beside_each_other(name: str, rows: list[Row]) -> list[Row]:
         one = found.setdefault((shape, row.get("mask", "")), row | {"shape": shape})
         one[f"by {row['variant']}"] = CELLS[name](row)
     return list(found.values())
+
+
+def steps_beside_each_other(rows: list[Row]) -> str:
+    """For README.md: a row for each model, a column for each optimizer."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        found.setdefault(row["model"], {})[row["optimizer"]] = f"{float(row['ms']):.3g}"
+    names = {"muon": "`muon.Muon`", "torch.optim.Muon": "`torch.optim.Muon`", "torch.optim.AdamW, fused": "fused AdamW"}
+    lines = [f"| | {' | '.join(names.values())} |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| {model} | {' | '.join(by_name[name] for name in names)} |" for model, by_name in found.items()]
+    return "\n".join(lines)
+
+
+def some_shapes(rows: list[Row]) -> str:
+    """For README.md: a few of the batches."""
+    shapes = ("12 × 768 × 768", "12 × 768 × 3072", "8 × 2048 × 8192", "4 × 4096 × 4096", "4096 × 64 × 768")
+    columns = ("ours_ms", "compiled_bmm_ms", "floor_ms")
+    lines = ["| batch × rows × cols | `muon.orthogonalize` | batched products, compiled | floor |", "|---|---|---|---|"]
+    for row in rows:
+        if row["shape"] in shapes:
+            lines.append(f"| {row['shape']} | {' | '.join(f'{float(row[column]):.3g}' for column in columns)} |")
+    return "\n".join(lines)
 
 
 def table(name: str, rows: list[Row]) -> str:

@@ -67,8 +67,9 @@ def under_load(call: Callable[[], object], ms: float) -> tuple[float, float]:
     """SM clock in MHz and power in W while the device does nothing but this for half a second."""
     for _ in range(int(500 / ms) + 1):
         call()
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    this = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"  # which need not be the first
+    query = ["nvidia-smi", this, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     torch.cuda.synchronize()
     clock, power = map(float, answer.split(","))
     return clock, power

@@ -77,7 +77,10 @@ def train_on(
             if ranks.is_first:
                 checkpoint.write(args.out / name, {"about": about} | content)
 
-        compiled = ranks.wrap(torch.compile(model) if preset.compile else model)
+        # The wrapped model is compiled, in pieces whose gradients are on their way while others are computed: a model
+        # compiled first would have all its gradients at once, at the end.
+        shared = ranks.wrap(model)
+        compiled = torch.compile(shared) if preset.compile else shared
         train(state, compiled, corpus, preset, metrics, save, seed=args.seed, ranks=ranks)
         save("last.pt", state.state_dict(ranks))
         metrics.finish()

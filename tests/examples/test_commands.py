@@ -190,8 +190,10 @@ def test_sample_writes_what_recomputation_gives(
         sample.main(["--run", str(tmp_path), "--prompt", "aZ"])
 
 
-@pytest.mark.parametrize(("module", "most"), [("examples.train", 33), ("examples.sample", 24)])
+@pytest.mark.parametrize(
+    ("module", "most"), [("train", 33), ("sample", 24), ("compare", 24), ("profile", 24), ("prepare", 24)]
+)
 def test_help_fits_a_screen(module: str, most: int) -> None:
-    lines = command(module, "--help").stdout.splitlines()
+    lines = command(f"examples.{module}", "--help").stdout.splitlines()
     assert 5 < len(lines) <= most
     assert max(map(len, lines)) <= 80

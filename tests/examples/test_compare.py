@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.commands import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from docs.draw import results
 from examples import compare, train
-from examples.gpt import cli, logging
+from examples.gpt import logging
 from examples.gpt.cli import UserError
 from examples.gpt.sweep import Point, Run, crossing, edge, mean_curve, next_lr, without_warm_up
 
@@ -330,21 +331,8 @@ def test_a_mistake(
     (tmp_path / "half.csv").write_text(f"{columns}\nmuon,0.01,0,10,10,1,2.5,1,,cpu,2,3,c\n")  # without AdamW
     (tmp_path / "words.csv").write_text(f"{columns}\nmuon,fast,0,10,10,1,2.5,1,,cpu,2,3,c\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp=tmp_path) for argument in arguments)])
-    with pytest.raises(SystemExit) as exit:
-        cli.run(compare.main)
-    printed = capsys.readouterr()
-    assert exit.value.code == 2
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1 and printed.err.startswith("error: ") and says in printed.err
-
-
-def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        compare.main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert 5 < len(lines) <= 24 and max(map(len, lines)) <= 80
+    argv = [argument.format(tmp=tmp_path) for argument in arguments]
+    assert says in complaint(compare.main, argv, monkeypatch, capsys)
 
 
 def test_the_page_of_results_is_filled_from_the_csv_files(trainer: FakeTrainer, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from helpers.commands import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -307,15 +308,8 @@ def test_a_mistake(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["prepare", *(argument.format(**mistakes) for argument in arguments)])
-    with pytest.raises(SystemExit) as exit:
-        cli.run(prepare.main)
-    printed = capsys.readouterr()
-    assert exit.value.code == 2
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("error: ")
-    assert says in printed.err
+    argv = [argument.format(**mistakes) for argument in arguments]
+    assert says in complaint(prepare.main, argv, monkeypatch, capsys)
     assert not mistakes["new"].exists()
 
 
@@ -342,12 +336,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert "5.00k/5.00k" in result.stderr and "B/s" in result.stderr
     assert "training   4,500 bytes, 4,500 tokens, 1 shards" in result.stdout
     assert f"python -m examples.train --data {tmp_path / 'out'}" in result.stdout
-
-
-def test_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        run("--help")
-    lines = capsys.readouterr().out.splitlines()
-    assert 5 < len(lines) <= 24
-    assert max(map(len, lines)) <= 80

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from examples import profile
-from examples.gpt import cli, roofline, trace
+from examples.gpt import roofline, trace
 from examples.gpt.roofline import Ceilings
 from examples.profile import KINDS, Row, rows_of
 
@@ -255,18 +256,5 @@ def test_a_mistake(
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "half.csv").write_text("operator,ms\nmm,2\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp=tmp_path) for argument in arguments)])
-    with pytest.raises(SystemExit) as exit:
-        cli.run(profile.main)
-    printed = capsys.readouterr()
-    assert exit.value.code == 2
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1 and printed.err.startswith("error: ") and says in printed.err
-
-
-def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        profile.main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert 5 < len(lines) <= 24 and max(map(len, lines)) <= 80
+    argv = [argument.format(tmp=tmp_path) for argument in arguments]
+    assert says in complaint(profile.main, argv, monkeypatch, capsys)

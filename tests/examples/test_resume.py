@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
@@ -217,19 +218,6 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """One line on stderr and exit code 2, and nothing has changed."""
-    monkeypatch.setattr(sys, "argv", ["train", *argv])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        cli.run(train.main)
-    printed = capsys.readouterr()
-    assert exit.value.code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("error: ") and len(printed.err.splitlines()) == 1
-    return printed.err
-
-
 @pytest.mark.parametrize(
     ("option", "says"),
     [
@@ -249,7 +237,7 @@ def test_other_options_are_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = complaint(["--resume", "--out", str(finished), *option], monkeypatch, capsys)
+    said = complaint(train.main, ["--resume", "--out", str(finished), *option], monkeypatch, capsys)
     assert says.format(out=finished) in said
 
 
@@ -295,7 +283,7 @@ def test_a_bad_checkpoint_is_one_line(
     torch.save(saved, out / "last.pt")
     change(out / "last.pt")
     if command == "train":
-        assert says in complaint(["--resume", "--out", str(out)], monkeypatch, capsys)
+        assert says in complaint(train.main, ["--resume", "--out", str(out)], monkeypatch, capsys)
         return
     with pytest.raises(cli.UserError, match=says):
         sample.main(["--run", str(out)])
@@ -308,7 +296,7 @@ def test_an_option_that_is_gone_is_one_line(
     saved = checkpoint.read(finished / "last.pt")
     saved["about"]["preset"]["z_loss"] = 0.1
     torch.save(saved, tmp_path / "last.pt")
-    assert "damaged, or not" in complaint(["--resume", "--out", str(tmp_path)], monkeypatch, capsys)
+    assert "damaged, or not" in complaint(train.main, ["--resume", "--out", str(tmp_path)], monkeypatch, capsys)
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
@@ -327,7 +315,9 @@ def test_two_runs_in_one_folder_are_refused(
 ) -> None:
     """They would mix their checkpoints. The folder is free again as soon as the first run has ended, however it did."""
     with pytest.raises(ZeroDivisionError), checkpoint.locked(tmp_path / "run"):
-        assert "another run is writing to" in complaint(run_with("adamw", text, tmp_path / "run"), monkeypatch, capsys)
+        assert "another run is writing to" in complaint(
+            train.main, run_with("adamw", text, tmp_path / "run"), monkeypatch, capsys
+        )
         assert not list((tmp_path / "run").iterdir())
         raise ZeroDivisionError
     with checkpoint.locked(tmp_path / "run"):
@@ -341,7 +331,9 @@ def test_changed_data_is_noticed(
     copy.write_text(text.read_text())
     train.main(run_with("adamw", copy, tmp_path / "run"))
     copy.write_text(text.read_text() + "more\n")
-    assert "the data has changed" in complaint(["--resume", "--out", str(tmp_path / "run")], monkeypatch, capsys)
+    assert "the data has changed" in complaint(
+        train.main, ["--resume", "--out", str(tmp_path / "run")], monkeypatch, capsys
+    )
 
 
 def test_a_new_run_forgets_the_old_one(text: Path, tmp_path: Path) -> None:
