@@ -6,6 +6,7 @@ The reference is one process's plan: the same kernels on the same matrices, so t
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,27 @@ def shares_that_differ(rank: int) -> None:
         train(params, optimizer)
     assert (len(gathers), len(broadcasts)) == (0, STEPS)
     assert_same_as_alone(params, optimizer, shapes={"alone": (9, 7)})
+
+
+@check
+def segments_that_are_recorded(rank: int) -> None:
+    """In the place of graphs the segments themselves, after the first step; those that launch nothing have none."""
+    original = shared_plan.SharedPlan._run
+
+    def run_and_record(plan):
+        original(plan)
+        if not plan.graphs:
+            plan._record(None)
+
+    for shapes, graphs in ((FEW, None), ({"alone": (9, 7)}, 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_plan, "record", lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None))
+            patch.setattr(shared_plan.SharedPlan, "_run", run_and_record)
+            params, optimizer = make(dist.group.WORLD, shapes=shapes)
+            train(params, optimizer)
+        (plan,) = optimizer._engine.plans.values()
+        assert len(plan.graphs) == (graphs or sum(bool(plan._own(b)) + 1 for b in plan.buckets) + 1)
+        assert_same_as_alone(params, optimizer, shapes=shapes)
 
 
 @check
