@@ -46,14 +46,16 @@ from muon.polynomials import Triple
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from muon.shared_plan import SharedPlan
+
 # torch 2.13 has renamed it.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 MOST_DEALS = 16
 
 
 class Engine:
-    """What an optimizer keeps from step to step to run over many ranks: layouts, process groups and deals.
+    """What an optimizer keeps from step to step to run over many ranks: layouts, process groups, deals and plans.
 
     ``group``: ranks that have the same plain parameters and gradients, or None if they are nobody else's business.
     """
@@ -62,6 +64,8 @@ class Engine:
         self.group = group
         self.layouts: dict[object, Layout] = {}
         self.deals: dict[object, Deal] = {}
+        self.plans: dict[object, SharedPlan | None] = {}
+        self.buffers: dict[torch.device, Tensor] = {}  # in which plans gather, one after the other
 
     def layout(self, param: Tensor) -> Layout | None:
         """Where the ranks hold the parameter; None: this one has it for itself."""
@@ -130,27 +134,132 @@ class Engine:
         matrix: MatrixMode,
         split: Split,
         workspace: int | None,
+        planned: bool,
         dtype_of: Callable[[Iteration, Tensor], torch.dtype],
+        lr: float | Tensor,
+        weight_decay: float,
+        momentum: float,
         **options: Any,
     ) -> None:
-        """Update parameters of one layout and their states, in place; every rank of the layout takes part."""
+        """Update parameters of one layout and their states, in place; every rank of the layout takes part.
+
+        ``planned``: by ``muon.shared_plan`` if all ranks hold the whole of everything and its kernels can have it,
+        which depends on nothing but what is the same on all ranks.
+        """
+        shapes = tuple(whole.param.shape for whole in tensors)
+        cut = (steps, matrix, split, workspace or DEFAULT_WORKSPACE)
+        scalars: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        parts = [whole.map(local) if is_dtensor(whole.param) else whole for whole in tensors]
+        planned = planned and len(layout.shards) == 1 and not _is_capturing(parts[0].param)
+        plan = self._plan(parts, shapes, layout, *cut, **options) if planned else None
+        if plan is not None:
+            plan.step(parts, self._buffer(plan), lr_factor, **scalars, pool=self._pool(plan.device))
+            return
         for whole in tensors:
             check_shapes(whole, matrix)
-        shapes = tuple(tuple(whole.param.shape) for whole in tensors)
-        tensors = [whole.map(local) for whole in tensors]
-        dtypes = tuple(tuple(None if t is None else t.dtype for t in whole) for whole in tensors)
-        workspace = workspace or DEFAULT_WORKSPACE
-        key = (id(layout), shapes, dtypes, repr(steps), matrix, repr(split), workspace)
-        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, steps, matrix, split, workspace, dtype_of)
-        self.deals[key] = found  # the latest comes last
-        if len(self.deals) > MOST_DEALS:
-            del self.deals[next(iter(self.deals))]
+        found = self._deal(parts, shapes, layout, *cut, dtype_of)
         in_flight: deque[Iterator[None]] = deque()
         for bucket in found.buckets:
-            in_flight.append(Run(bucket, layout, tensors, lr_factor, **options).stages(steps))
+            in_flight.append(Run(bucket, layout, parts, lr_factor, **scalars, **options).stages(steps))
             _advance(in_flight)
         while in_flight:
             _advance(in_flight)
+
+    def _deal(
+        self,
+        tensors: Sequence[Tensors],
+        shapes: Sequence[Sequence[int]],
+        layout: Layout,
+        steps: Sequence[Triple],
+        matrix: MatrixMode,
+        split: Split,
+        workspace: int,
+        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
+    ) -> Deal:
+        dtypes = tuple(tuple(None if t is None else t.dtype for t in whole) for whole in tensors)
+        key = (id(layout), shapes, dtypes, repr(steps), matrix, repr(split), workspace)
+        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, steps, matrix, split, workspace, dtype_of)
+        _keep(self.deals, key, found)
+        return found
+
+    def _plan(
+        self,
+        tensors: Sequence[Tensors],
+        shapes: Sequence[Sequence[int]],
+        layout: Layout,
+        steps: Sequence[Triple],
+        matrix: MatrixMode,
+        split: Split,
+        workspace: int,
+        **options: Any,
+    ) -> "SharedPlan | None":
+        described = tuple(
+            tuple(None if t is None else (type(t), t.shape, t.dtype, t.device) for t in whole) for whole in tensors
+        )
+        key = (id(layout), described, repr(steps), matrix, repr(split), workspace, tuple(options.values()))
+        if key in self.plans:
+            plan = self.plans.pop(key)
+        else:
+            plan = _new_plan(tensors, shapes, layout, steps, matrix, split, workspace, **options)
+        _keep(self.plans, key, plan)
+        return plan
+
+    def _buffer(self, plan: "SharedPlan") -> Tensor:
+        """(2, bytes), at least as many as the plan needs. What others have recorded with a smaller one is void."""
+        buffer = self.buffers.get(plan.device)
+        if buffer is None or buffer.shape[1] < plan.gathered_bytes:
+            for other in self.plans.values():
+                if other is not None and other.device == plan.device:
+                    other.forget()
+            buffer = torch.empty(2, plan.gathered_bytes, dtype=torch.uint8, device=plan.device)
+            self.buffers[plan.device] = buffer
+        return buffer
+
+    def _pool(self, device: torch.device) -> Any:
+        """Memory of a graph recorded before on this device: none runs while another does, so all may use the same."""
+        plans = (plan for plan in self.plans.values() if plan is not None and plan.device == device)
+        return next((plan.graphs[0].pool() for plan in plans if plan.graphs), None)
+
+
+def _keep(recent: dict[object, Any], key: object, value: Any) -> None:
+    """The latest comes last."""
+    recent[key] = value
+    if len(recent) > MOST_DEALS:
+        del recent[next(iter(recent))]
+
+
+def _new_plan(
+    tensors: Sequence[Tensors],
+    shapes: Sequence[Sequence[int]],
+    layout: Layout,
+    steps: Sequence[Triple],
+    matrix: MatrixMode,
+    split: Split,
+    workspace: int,
+    **options: Any,
+) -> "SharedPlan | None":
+    if not _can_plan(tensors):
+        return None
+    from muon.shared_plan import SharedPlan, shared_buckets
+
+    for whole in tensors:
+        check_shapes(whole, matrix)
+    buckets = shared_buckets(tensors, shapes, layout, steps, matrix, split, workspace)
+    return SharedPlan(tensors, buckets, layout, steps, **options) if buckets else None
+
+
+def _is_capturing(param: Tensor) -> bool:
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _can_plan(tensors: Sequence[Tensors]) -> bool:
+    """Whether kernels can have them: all on one GPU, in dtypes that they take."""
+    if not all(uses_triton("auto", whole.param) for whole in tensors):
+        return False
+    from muon.plan import suits_once_contiguous
+
+    device = tensors[0].param.device
+    return all(whole.param.device == device and suits_once_contiguous(whole) for whole in tensors)
 
 
 def _advance(tasks: deque[Iterator[None]]) -> None:
@@ -347,7 +456,7 @@ class Run:
             padded = self._empty(largest, mine.dtype)
             padded[: len(mine)] = mine
             gathered = self._empty(largest * len(sizes), mine.dtype)
-            work = _all_gather(gathered, padded, group=group, async_op=True)
+            work = all_gather(gathered, padded, group=group, async_op=True)
             return [row[:size] for row, size in zip(gathered.view(len(sizes), -1), sizes, strict=True)], [work]
         parts = [mine if r == self.layout.replica else self._empty(n, mine.dtype) for r, n in enumerate(sizes)]
         works = [

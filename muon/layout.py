@@ -253,6 +253,26 @@ class Bucket:
         self.is_exchanged = any(matrix.holder() is None for matrix in self.matrices)
 
 
+def matrices_of_all(
+    tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, matrix: MatrixMode, split: Split
+) -> list[Matrix]:
+    return [
+        found
+        for index, (whole, shape) in enumerate(zip(tensors, shapes, strict=True))
+        if 0 not in shape
+        for found in matrices_of(index, shape, layout, matrix, split, whole.param.shape)
+    ]
+
+
+def alike(matrices: Sequence[Matrix], tensors: Sequence[Tensors]) -> list[list[Matrix]]:
+    """Those of equal sides, device and dtypes together."""
+    found: dict[object, list[Matrix]] = {}
+    for matrix in matrices:
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[matrix.index])
+        found.setdefault((matrix.sides, tensors[matrix.index].param.device, dtypes), []).append(matrix)
+    return list(found.values())
+
+
 class Deal:
     """The buckets of some parameters of one layout, with their owners."""
 
@@ -267,19 +287,10 @@ class Deal:
         workspace: int,
         dtype_of: Callable[[Iteration, Tensor], torch.dtype],
     ) -> None:
-        matrices = [
-            found
-            for index, (whole, shape) in enumerate(zip(tensors, shapes, strict=True))
-            if 0 not in shape
-            for found in matrices_of(index, shape, layout, matrix, split, whole.param.shape)
-        ]
+        matrices = matrices_of_all(tensors, shapes, layout, matrix, split)
         self.loads = deal(matrices, layout.replicas, len(layout.shards))
-        alike: dict[object, list[Matrix]] = {}
-        for found in matrices:
-            dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[found.index])
-            alike.setdefault((found.sides, tensors[found.index].param.device, dtypes), []).append(found)
         self.buckets: list[Bucket] = []
-        for some in alike.values():
+        for some in alike(matrices, tensors):
             whole = tensors[some[0].index]
             iteration = pick_iteration("auto", steps, *some[0].sides, None, uses_triton("auto", whole.param))
             dtype = dtype_of(iteration, whole.param)

@@ -371,10 +371,12 @@ class Muon(Optimizer):
                 raise RuntimeError("Muon does not support sparse gradients")
         tensors = [self._tensors(p, group) for p in params]
         scalars = {"lr": number(group["lr"]), "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
+        planned = group["foreach"] is not False and _is_row_major(group)
         tensors, shared = self._engine.divide(tensors, group["matrix"])
         for layout, part in shared.items():
-            self._engine.step(part, layout, **scalars, **_planned(_options(group)), dtype_of=_dtype_of_step)
-        for device, part in _by_device(tensors, group["foreach"] is not False and _is_row_major(group)).items():
+            options = _planned(_options(group))
+            self._engine.step(part, layout, **scalars, **options, planned=planned, dtype_of=_dtype_of_step)
+        for device, part in _by_device(tensors, planned).items():
             if device is None:
                 muon(part, **scalars, **_options(group))
             else:

@@ -9,6 +9,7 @@ here. In a caller's graph all that changes from replay to replay is the learning
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,54 @@ class PlannedBucket(NamedTuple):
     dtype: torch.dtype
 
 
-class Plan:
+class Tables:
+    """What the kernels of a step read about each matrix, one row each, in device memory; see ``muon.kernels.stages``.
+
+    Attributes:
+        owners: of each row the index of its parameter,
+        places: where the matrix begins in each of the parameter's tensors, in bytes, and whether it is tall,
+        factors: and the factor of its learning rate.
+    """
+
+    def __init__(
+        self, owners: Sequence[int], places: Sequence[Sequence[int]], factors: Sequence[float], device: torch.device
+    ) -> None:
+        self.device = device
+        self.owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
+        self.places = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(Tensors._fields) + 1)
+        self.table = torch.empty(self.places.shape, dtype=torch.int64, device=device)
+        self.scalars = torch.empty(len(owners), 3, dtype=torch.float32, device=device)
+        self._set_factors(factors)
+
+    def _set_factors(self, factors: Sequence[float]) -> None:
+        self.factors = torch.tensor(factors, dtype=torch.float64, device="cpu")
+        self.device_factors = self.factors.to(self.device)
+
+    def _addresses(self, tensors: Sequence[Tensors]) -> Tensor:
+        wholes = [[0 if tensor is None else tensor.data_ptr() for tensor in whole] for whole in tensors]
+        table = self.places.clone()
+        table[:, : len(Tensors._fields)] += torch.tensor(wholes, device="cpu")[self.owners]
+        return table
+
+    def _set_scalars(self, lr: float | Tensor, weight_decay: float, momentum: float, on_device: bool) -> None:
+        if not on_device:
+            scalars = torch.empty(self.scalars.shape, dtype=torch.float32, device="cpu")
+            scalars[:, 0] = momentum
+            scalars[:, 1] = 1 - lr * weight_decay
+            scalars[:, 2] = -lr * self.factors
+            self._copy(scalars, self.scalars)
+            return
+        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=self.device)
+        rate = rate.to(self.device, torch.float64)
+        self.scalars[:, 0].fill_(momentum)
+        self.scalars[:, 1].copy_(1 - rate * weight_decay)
+        self.scalars[:, 2].copy_(-rate * self.device_factors)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+class Plan(Tables):
     """The step of these parameters, gradients and states, and of others of the same shapes and dtypes.
 
     All of them are on one device and suit the kernels (see ``suits``).
@@ -63,9 +111,9 @@ class Plan:
         self.lr_factor = lr_factor
         self.device = tensors[0].param.device
         self.buckets: list[PlannedBucket] = []
-        owners: list[int] = []  # of each row: the parameter's index,
-        places: list[list[int]] = []  # where the matrix begins in each of its tensors, and if it is tall,
-        factors: list[float] = []  # and the factor of its learning rate
+        owners: list[int] = []
+        places: list[list[int]] = []
+        factors: list[float] = []
         for bucket in buckets(tensors, matrix, split, self._most(workspace or DEFAULT_WORKSPACE)):
             start = len(owners)
             for block in bucket.blocks:
@@ -80,12 +128,7 @@ class Plan:
                     iteration, pick_dtype(iteration, param.dtype, self.device),
                 )
             )  # fmt: skip
-        self.owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
-        self.places = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(Tensors._fields) + 1)
-        self.factors = torch.tensor(factors, dtype=torch.float64, device="cpu")
-        self.table = torch.empty(self.places.shape, dtype=torch.int64, device=self.device)
-        self.scalars = torch.empty(len(owners), 3, dtype=torch.float32, device=self.device)
-        self.device_factors = self.factors.to(self.device)
+        super().__init__(owners, places, factors, self.device)
         self.aligned: bool | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.spare: Tensor | None = None  # pinned memory for the addresses that a caller's graph will upload,
@@ -121,7 +164,7 @@ class Plan:
         """
         capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
         table = self._addresses(tensors)
-        aligned = bool((table[:, : len(Tensors._fields)] % 16 == 0).all())
+        aligned = are_aligned(table)
         with torch.cuda.device_of(self.table):
             self._upload(table, capturing, capturable)
             self._set_scalars(lr, weight_decay, momentum, on_device=capturable or isinstance(lr, Tensor))
@@ -132,12 +175,6 @@ class Plan:
             else:  # the first step compiles the kernels
                 self.aligned, self.graph = aligned, None
                 self._run(aligned)
-
-    def _addresses(self, tensors: Sequence[Tensors]) -> Tensor:
-        wholes = [[0 if tensor is None else tensor.data_ptr() for tensor in whole] for whole in tensors]
-        table = self.places.clone()
-        table[:, : len(Tensors._fields)] += torch.tensor(wholes, device="cpu")[self.owners]
-        return table
 
     def _upload(self, table: Tensor, capturing: bool, capturable: bool) -> None:
         if not capturing:
@@ -151,35 +188,14 @@ class Plan:
         self.table.copy_(self.spare, non_blocking=True)
         self.spare = None
 
-    def _set_scalars(self, lr: float | Tensor, weight_decay: float, momentum: float, on_device: bool) -> None:
-        if not on_device:
-            scalars = torch.empty(self.scalars.shape, dtype=torch.float32, device="cpu")
-            scalars[:, 0] = momentum
-            scalars[:, 1] = 1 - lr * weight_decay
-            scalars[:, 2] = -lr * self.factors
-            self._copy(scalars, self.scalars)
-            return
-        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=self.device)
-        rate = rate.to(self.device, torch.float64)
-        self.scalars[:, 0].fill_(momentum)
-        self.scalars[:, 1].copy_(1 - rate * weight_decay)
-        self.scalars[:, 2].copy_(-rate * self.device_factors)
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
-
     def _replay(self, pool: Any) -> None:
         if self.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream(self.device)  # torch's default would be on the device that recorded first
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._run(bool(self.aligned))
-            self.graph = graph
+            self.graph = record(lambda: self._run(bool(self.aligned)), self.device, pool)
         self.graph.replay()
 
     def _run(self, aligned: bool) -> None:
         for bucket in self.buckets:
-            self._run_bucket(bucket, aligned and all(side % stages.ALIGNMENT == 0 for side in bucket.sides))
+            self._run_bucket(bucket, aligned and has_aligned_rows(bucket.sides))
 
     def _run_bucket(self, bucket: PlannedBucket, aligned: bool) -> None:
         ops = operations(use_triton=True)
@@ -194,6 +210,32 @@ class Plan:
             table, scalars, X, bucket.sides, bucket.param_dtype,
             aligned=aligned, cautious=self.cautious, neuron_norm=self.neuron_norm, has_remainder=bucket.has_remainder,
         )  # fmt: skip
+
+
+def are_aligned(table: Tensor) -> bool:
+    """Whether all addresses are multiples of 16 bytes, as wide loads and stores need."""
+    return bool((table[:, : len(Tensors._fields)] % 16 == 0).all())
+
+
+def has_aligned_rows(sides: tuple[int, int]) -> bool:
+    return all(side % stages.ALIGNMENT == 0 for side in sides)
+
+
+def record(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` launches, whose kernels are compiled, and that holds on to no memory of the pool."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=_recording_stream(device), capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Always the same one: graphs of one pool share the memory only of the stream that they were recorded on.
+
+    torch's default would be on the device that recorded first.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _places(block: Block, whole: Tensors) -> list[list[int]]:
@@ -211,17 +253,23 @@ def _places(block: Block, whole: Tensors) -> list[list[int]]:
 
 
 def suits(tensors: Tensors) -> bool:
-    """Whether the kernels can reach these: plain, contiguous, of the dtypes that they take, on one device.
+    """Whether the kernels can reach these: plain, contiguous, of the dtypes that they take, on one device."""
+    return suits_once_contiguous(tensors) and all(tensor is None or is_as_stored(tensor) for tensor in tensors)
+
+
+def is_as_stored(tensor: Tensor) -> bool:
+    """Whether memory holds the elements in their order, and not their negatives."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def suits_once_contiguous(tensors: Tensors) -> bool:
+    """Whether the kernels can reach contiguous copies of these.
 
     A subclass, such as a DTensor, may have its elements elsewhere.
     """
     device = tensors.param.device
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in (Tensor, Parameter) or not tensor.is_contiguous() or tensor.device != device:
-            return False
-        if tensor.is_neg():  # its memory holds the negative
+        if tensor is not None and (type(tensor) not in (Tensor, Parameter) or tensor.device != device):
             return False
     second_moment, remainder = tensors.neuron_second_moment, tensors.remainder
     return (

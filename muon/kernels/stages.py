@@ -273,6 +273,23 @@ def pack(
     _pack(table, scalars, X, sides, eps, sign, HAS_GRAD=True, NESTEROV=nesterov, ALIGNED=aligned, **dtypes)
 
 
+def update_momentum(
+    table: Tensor,
+    scalars: Tensor,
+    sides: tuple[int, int],
+    grad_dtype: torch.dtype,
+    momentum_dtype: torch.dtype,
+    *,
+    aligned: bool,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """What ``pack`` does to the momentum, by the same kernel; ``nesterov`` doesn't matter here."""
+    dtypes = {"GRAD_DTYPE": DTYPES[grad_dtype], "MOMENTUM_DTYPE": DTYPES[momentum_dtype]}
+    flags = {"HAS_GRAD": True, "NESTEROV": nesterov, "ALIGNED": aligned, **dtypes}
+    _update_momentum(table, scalars, sides, -1.0 if maximize else 1.0, **flags)
+
+
 def normalize(G: Tensor, X: Tensor, eps: float) -> None:
     """X (batch, n', m') = each matrix of a contiguous G (batch, rows, cols) over its norm, transposed if it is tall."""
     batch, rows, cols = G.shape
@@ -291,15 +308,22 @@ def _pack(
     table: Tensor, scalars: Tensor, X: Tensor, sides: tuple[int, int], eps: float, sign: float, **flags: object
 ) -> None:
     (n, m), batch = sides, len(table)
-    chunks = triton.cdiv(n * m, CHUNK)
-    partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=X.device)
+    partial = _update_momentum(table, scalars, sides, sign, **flags)
     norm = torch.empty(batch, 2, dtype=torch.float32, device=X.device)
-    momentum_kernel[(chunks * batch,)](table, scalars, partial, sign, n * m, chunks, BLOCK=CHUNK, num_warps=8, **flags)
-    norm_kernel[(batch,)](partial, norm, chunks, eps, BLOCK=1024)
+    norm_kernel[(batch,)](partial, norm, partial.shape[1], eps, BLOCK=1024)
     del flags["HAS_GRAD"]
     pack_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE) * batch,)](
         table, scalars, norm, X, sign, n, m, X.stride(0), X.stride(1), TILE=TILE, **flags
     )
+
+
+def _update_momentum(table: Tensor, scalars: Tensor, sides: tuple[int, int], sign: float, **flags: object) -> Tensor:
+    """Returns partial norms of the updates, (batch, chunks, 2)."""
+    (n, m), batch = sides, len(table)
+    chunks = triton.cdiv(n * m, CHUNK)
+    partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=table.device)
+    momentum_kernel[(chunks * batch,)](table, scalars, partial, sign, n * m, chunks, BLOCK=CHUNK, num_warps=8, **flags)
+    return partial
 
 
 def apply(

@@ -444,7 +444,7 @@ def counted():
     """Elements that this rank sends to others in the optimizer's collectives, and the bytes of its all-reduces."""
     sent = {"elements": 0, "bytes": 0, "exchanges": 0}
     exchange, gather, broadcast, reduce = (
-        dist.all_to_all_single, distributed._all_gather, dist.broadcast, dist.all_reduce,
+        dist.all_to_all_single, distributed.all_gather, dist.broadcast, dist.all_reduce,
     )  # fmt: skip
 
     def count_exchange(out, given, by, to, group, async_op):
@@ -467,7 +467,7 @@ def counted():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", count_exchange)
-        patch.setattr(distributed, "_all_gather", count_gather)
+        patch.setattr(distributed, "all_gather", count_gather)
         patch.setattr(dist, "broadcast", count_broadcast)
         patch.setattr(dist, "all_reduce", count_reduce)
         yield sent

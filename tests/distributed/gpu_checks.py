@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from muon import Muon
+from muon.rounding import join
 
 SHAPES = {
     "square": (256, 256),
@@ -37,6 +38,63 @@ def trained(params, optimizer, place=lambda p, grad: grad):
 def distance(found, expected):
     """The largest over the matrices, relative to how far they moved."""
     return max(float((found[name] - moved).norm() / moved.norm()) for name, moved in expected.items())
+
+
+LAYERS = {f"{kind}{i}": shape for i in range(7) for kind, shape in (("up", (2048, 512)), ("down", (512, 2048)))}
+LAYERS |= {f"square{i}": (512, 512) for i in range(7)} | SHAPES
+LAYER_OPTIONS = {
+    "plain": {},
+    "many buckets": {"workspace": 2**26},
+    "everything": {"neuron_norm": 0.9, "weight_decay_mode": "cautious", "maximize": True, "nesterov": False},
+    "bfloat16": {"dtype": torch.bfloat16, "bf16_remainder": True, "momentum_dtype": torch.float32},
+    "tensor": {"tensor_lr": True},
+}
+
+
+def layers_trained(dtype=torch.float32, group=None, tensor_lr=False, **options):
+    """Steps that change all that a recorded graph must not hold fast, and a gradient that comes and goes."""
+    torch.manual_seed(0)
+    params = {name: (torch.randn(shape, device="cuda") / 8).bfloat16().to(dtype) for name, shape in LAYERS.items()}
+    start = {name: p.double().clone() for name, p in params.items()}
+    optimizer = Muon(params.values(), distributed_group=group, **options)
+    kept = []  # gradients, so that none gets the address of another
+    for step in range(8):
+        for name, p in params.items():
+            grad = torch.randn(p.shape, device="cuda").bfloat16().to(dtype)
+            p.grad = None if name == "up3" and step % 4 == 3 else grad
+        kept.append([p.grad for p in params.values()])
+        lr = 0.05 / (step + 1)
+        lr = torch.tensor(lr, device="cuda") if tensor_lr else lr
+        optimizer.param_groups[0].update(lr=lr, weight_decay=0.1 * step, momentum=0.9 + 0.01 * step)
+        optimizer.step()
+    states = {name: optimizer.state[p] for name, p in params.items()}
+    exact = {
+        name: join(p, states[name]["remainder"]) if "remainder" in states[name] else p for name, p in params.items()
+    }
+    return {name: p.double() - start[name] for name, p in exact.items()}, params, optimizer
+
+
+def replayed_steps(rank: int) -> None:
+    """The planned step of all ranks: as exact as one GPU's, the same to the bit on all, and so is the momentum."""
+    torch.cuda.set_device(rank)
+    for name, options in LAYER_OPTIONS.items():
+        narrower = ("dtype", "bf16_remainder", "momentum_dtype", "workspace")
+        truth, _, _ = layers_trained(torch.float64, **{k: v for k, v in options.items() if k not in narrower})
+        alone, _, reference = layers_trained(**options)
+        found, params, optimizer = layers_trained(group=dist.group.WORLD, **options)
+        plans = list(optimizer._engine.plans.values())
+        assert len(plans) == 2 and all(plan.graphs for plan in plans) and not optimizer._engine.deals, name
+        if name == "many buckets":
+            assert all(len(plan.buckets) > len({bucket.sides for bucket in plan.buckets}) for plan in plans)
+        most = 2 * distance(alone, truth) + 1e-6
+        assert distance(found, truth) <= most, (name, distance(found, truth), most)
+        for (key, p), q in zip(params.items(), reference.param_groups[0]["params"], strict=True):
+            momentum = optimizer.state[p]["momentum_buffer"]
+            assert torch.equal(momentum, reference.state[q]["momentum_buffer"]), (name, key)
+            for tensor in (p, momentum):
+                first = tensor.clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(tensor, first), (name, key)
 
 
 def against_float64(rank: int) -> None:

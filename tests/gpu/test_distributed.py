@@ -18,3 +18,11 @@ def test_many_gpus_are_as_exact_as_one(backend):
     from ranks import run_on_ranks
 
     run_on_ranks(against_float64, min(GPUS, 4), seconds=200.0, backend=backend)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs at least two GPUs")
+def test_steps_that_are_replayed():
+    from gpu_checks import replayed_steps
+    from ranks import run_on_ranks
+
+    run_on_ranks(replayed_steps, min(GPUS, 4), seconds=400.0, backend="cpu:gloo,cuda:nccl")
