@@ -118,8 +118,8 @@ def flash_attention_varlen(
         q: (total_q, Hq, D) in float16, bfloat16 or float32, with any strides; D is at most 256.
         k: (total_k, Hkv, D) in q's dtype; Hq is a multiple of Hkv.
         v: (total_k, Hkv, Dv) in q's dtype.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,), int32 on q's device: 0 and the running sums of the lengths. The values are
-            not checked, which would make the host wait for the device.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,), int32 on q's device: 0 and the running sums of the lengths. On a GPU the
+            values are not checked, which would make the host wait for the device.
         max_seqlen_q, max_seqlen_k: no sequence may be longer.
         alibi_slopes: (Hq,) or (B, Hq).
         causal, scale, window, softcap, sinks, dropout_p, return_lse, return_max_logits, deterministic, backend: as in
@@ -150,9 +150,12 @@ def flash_attention_varlen(
         if x.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {x.dtype}")
         if x.dim() != 1 or x.shape[0] < 1 or x.shape != cu_seqlens_q.shape:
-            raise ValueError(f"{name} must have shape (B + 1,), as cu_seqlens_q, got {tuple(x.shape)}")
+            alike = f", as cu_seqlens_q {tuple(cu_seqlens_q.shape)}" if x is not cu_seqlens_q else ""
+            raise ValueError(f"{name} must have shape (B + 1,){alike}, got {tuple(x.shape)}")
         _check_device(name, x, q, "q")
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(length, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an int, got {length!r}")
         if length < 0:
             raise ValueError(f"{name} must be at least 0, got {length}")
     num_sequences = cu_seqlens_q.shape[0] - 1

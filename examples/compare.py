@@ -207,12 +207,15 @@ def sweep_line(runs: Sequence[Run], target: float | None) -> str:
 
 def edges(by_name: dict[str, list[Run]], target: float | None) -> str | None:
     """Why there can be no verdict yet, if so."""
+    everyone = [run for runs in by_name.values() for run in runs]
+    if target is not None and all(math.isinf(crossing(run.points, target)[0]) for run in everyone):
+        return f"no verdict: no run reaches {target:g}"
     for name, runs in by_name.items():
         direction = edge(runs, target)
         best = best_lr(runs, target)
         if direction is not None:
             found = f"{LABELS[name]}'s best learning rate, {best:g}, is at the edge of its sweep"
-            further = f"add {next_lr(runs, direction):g} to --{name}-lrs, or --extend 2"
+            further = f"add {next_lr(runs, direction):g} to --{name}-lrs, or a larger --extend"
             return f"no verdict: {found}, and a {direction} one may be better; {further}"
         diverged = [run for run in runs if run.lr == best and math.isinf(run.final)]
         if diverged:
@@ -254,6 +257,8 @@ def reached(best: dict[str, list[Run]], loss: float) -> str:
     muon, adamw = (crossing(mean_curve(best[name]), loss) for name in ("muon", "adamw"))
     if math.isinf(muon[0]) or math.isinf(adamw[0]):
         return f"Not both reach {loss:g}."
+    if any(mean_curve(runs)[0].loss <= loss for runs in best.values()):
+        return f"Not both are above {loss:g} at their first validation: how many steps it takes can't be told."
     steps, seconds = muon[0] / adamw[0], muon[1] / adamw[1]
     return f"To {loss:g} Muon needs {steps:.2f} of AdamW's steps and {seconds:.2f} of its seconds."
 

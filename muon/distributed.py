@@ -83,6 +83,10 @@ class Engine:
                 self.layouts[key] = layout
         return self.layouts[key]
 
+    def replicates(self, param: Tensor) -> bool:
+        """Whether all ranks of ``group`` have the parameter, and so have to do the same with it."""
+        return self.group is not None and not is_dtensor(param)
+
     def agreed(self, params: Sequence[Tensor]) -> set[int]:
         """The ids of those parameters that have a gradient on every rank that has the parameter.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
@@ -178,6 +179,11 @@ class Muon(Optimizer):
         }
         # Not a default: torch's schedulers would take it for the momentum to cycle.
         self._betas = betas
+        if not isinstance(distributed_group, (type(None), getattr(dist, "ProcessGroup", type(None)))):
+            raise TypeError(
+                "distributed_group must be a torch.distributed.ProcessGroup that this rank is in, or None, "
+                f"got {distributed_group!r}"
+            )
         self._engine = Engine(distributed_group)
         _check_options({**defaults, "betas": betas})
         self._plans: dict[tuple[int, torch.device], dict[object, Plan]] = {}
@@ -197,6 +203,8 @@ class Muon(Optimizer):
         param_group = {"betas": self._betas, **param_group}
         if "use_muon" in param_group:
             param_group["algorithm"] = "muon" if param_group.pop("use_muon") else "adamw"
+        if "distributed_group" in param_group:
+            raise ValueError("distributed_group is an option of the optimizer, not of a group of parameters")
         if param_group.get("algorithm") == "adamw" and "eps" in param_group:
             raise ValueError("an 'adamw' group has its ε as adamw_eps; eps is the orthogonalisation's")
         super().add_param_group(param_group)
@@ -356,12 +364,14 @@ class Muon(Optimizer):
         return read(found)
 
     def _present(self) -> list[list[Tensor]]:
-        """The parameters to step, group by group: of Muon's those that have a gradient on every rank that has them."""
-        agreed = self._engine.agreed([p for g in self.param_groups if g["algorithm"] == "muon" for p in g["params"]])
-        return [
-            [p for p in g["params"] if p.grad is not None and (g["algorithm"] != "muon" or id(p) in agreed)]
-            for g in self.param_groups
+        """The parameters to step, group by group: of Muon's, and of those that all ranks of ``distributed_group`` have,
+        the ones with a gradient on every rank."""
+        asked = [
+            p for g in self.param_groups for p in g["params"] if g["algorithm"] == "muon" or self._engine.replicates(p)
         ]
+        agreed = self._engine.agreed(asked)
+        left_out = {id(p) for p in asked} - agreed
+        return [[p for p in g["params"] if p.grad is not None and id(p) not in left_out] for g in self.param_groups]
 
     def _muon_step(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:

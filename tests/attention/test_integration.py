@@ -444,7 +444,19 @@ def test_bad_options(option, error, message):
     ("changes", "error", "message"),
     [
         ({"cu_seqlens_q": CU_SEQLENS.long()}, TypeError, "cu_seqlens_q must be int32, got torch.int64"),
-        ({"cu_seqlens_k": CU_SEQLENS[:2]}, ValueError, r"cu_seqlens_k must have shape .* as cu_seqlens_q, got \(2,\)"),
+        (
+            {"cu_seqlens_k": CU_SEQLENS[:2]},
+            ValueError,
+            r"cu_seqlens_k must have shape .* as cu_seqlens_q .*, got \(2,\)",
+        ),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 7, 4], dtype=torch.int32)},
+            ValueError,
+            "cu_seqlens_q must begin with 0, not decrease",
+        ),
+        ({"cu_seqlens_k": 1 + CU_SEQLENS}, ValueError, "cu_seqlens_k must begin with 0"),
+        ({"cu_seqlens_k": 2 * CU_SEQLENS}, ValueError, "end at most at 9, the length of k"),
+        ({"max_seqlen_k": 5.0}, TypeError, "max_seqlen_k must be an int, got 5.0"),
         ({"cu_seqlens_q": CU_SEQLENS[0]}, ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\)"),
         ({"cu_seqlens_k": CU_SEQLENS.to("meta")}, ValueError, "cu_seqlens_k is on meta but q is on cpu"),
         ({"cu_seqlens_q": [0, 4, 9]}, TypeError, "cu_seqlens_q must be a tensor, got list"),

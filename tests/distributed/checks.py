@@ -294,6 +294,20 @@ def gradients_that_some_ranks_lack(rank: int) -> None:
 
 
 @check
+def gradients_of_adamw_that_a_rank_lacks(rank: int) -> None:
+    """Replicas went apart: a rank with a gradient updated its bias, one without didn't."""
+    weight, bias = Parameter(torch.eye(4)), Parameter(torch.zeros(4))
+    groups = [{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]
+    optimizer = Muon(groups, lr=0.1, distributed_group=dist.group.WORLD)
+    weight.grad, bias.grad = torch.ones(4, 4), None if rank == 1 else torch.ones(4)
+    optimizer.step()
+    assert not bias.any()
+    bias.grad = torch.ones(4)
+    optimizer.step()
+    assert bias.all()
+
+
+@check
 def gradients_that_all_ranks_lack(rank: int) -> None:
     params = sharded(init_device_mesh("cpu", (4,)))()
     optimizer = make_optimizer(params)

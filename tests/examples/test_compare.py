@@ -209,6 +209,17 @@ def test_a_target_is_what_the_learning_rates_are_picked_for(
     assert "\nOn the way, to a loss of 4.5000: 0.38, 4.1000: 0.50, 3.7000: 0.58, 3.3000: 0.64.\n" in text
 
 
+def test_no_verdict_about_a_target_that_no_run_reaches(trainer: FakeTrainer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no verdict: no run reaches 0\.5"):
+        compare.main(options(tmp_path, "--target", "0.5"))
+    assert len(trainer.commands) == 6
+
+
+def test_no_share_of_steps_to_a_target_below_the_first_validation(trainer: FakeTrainer, tmp_path: Path) -> None:
+    text = compare.main(options(tmp_path, "--target", "5.65"))  # AdamW's first is 5.7, Muon's 4.7
+    assert "Not both are above 5.65 at their first validation: how many steps it takes can't be told." in text
+
+
 def test_seeds_that_overlap_have_no_winner(
     trainer: FakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

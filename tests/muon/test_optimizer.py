@@ -35,6 +35,17 @@ def train(optimizer, params, steps=5, start=0):
     return [p.detach().clone() for p in params]
 
 
+@pytest.mark.parametrize("group", ["world", True, 2])
+def test_a_distributed_group_is_a_process_group(group):
+    with pytest.raises(TypeError, match=r"distributed_group must be a torch\.distributed\.ProcessGroup .*, got"):
+        Muon(parameters(), distributed_group=group)
+
+
+def test_a_distributed_group_is_the_optimizers():
+    with pytest.raises(ValueError, match="distributed_group is an option of the optimizer, not of a group"):
+        Muon([{"params": parameters(), "distributed_group": None}])
+
+
 options = st.fixed_dictionaries(
     {
         "lr": st.sampled_from([0.0, 1e-3, 0.02]),
