@@ -77,10 +77,7 @@ def train_on(
             if ranks.is_first:
                 checkpoint.write(args.out / name, {"about": about} | content)
 
-        # The wrapped model is compiled, in pieces whose gradients are on their way while others are computed: a model
-        # compiled first would have all its gradients at once, at the end.
-        shared = ranks.wrap(model)
-        compiled = torch.compile(shared) if preset.compile else shared
+        compiled = ranks.wrap(torch.compile(model) if preset.compile else model)
         train(state, compiled, corpus, preset, metrics, save, seed=args.seed, ranks=ranks)
         save("last.pt", state.state_dict(ranks))
         metrics.finish()

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-BUCKET_MB = 100  # of gradients that are sent at once; torch.compile cuts the model there, and each cut costs fusions
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -40,9 +38,7 @@ class Ranks:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model, with gradients that are the mean over all processes."""
-        if self.size == 1:
-            return model
-        return DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model) if self.size > 1 else model
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's, on all of them, whatever it is."""
