@@ -201,10 +201,16 @@ class Engine:
             tuple(None if t is None else (type(t), t.shape, t.dtype, t.device) for t in whole) for whole in tensors
         )
         key = (id(layout), described, repr(steps), matrix, repr(split), workspace, tuple(options.values()))
-        if key in self.plans:
-            plan = self.plans.pop(key)
-        else:
-            plan = _new_plan(tensors, shapes, layout, steps, matrix, split, workspace, **options)
+        if key not in self.plans:
+            self.plans[key] = None  # that there can be none is not found out again at every step
+            if _can_plan(tensors):
+                from muon.shared_plan import SharedPlan, shared_buckets
+
+                for whole in tensors:
+                    check_shapes(whole, matrix)
+                buckets = shared_buckets(tensors, shapes, layout, steps, matrix, split, workspace)
+                self.plans[key] = SharedPlan(tensors, buckets, layout, steps, **options) if buckets else None
+        plan = self.plans.pop(key)
         _keep(self.plans, key, plan)
         return plan
 
@@ -230,26 +236,6 @@ def _keep(recent: dict[object, Any], key: object, value: Any) -> None:
     recent[key] = value
     if len(recent) > MOST_DEALS:
         del recent[next(iter(recent))]
-
-
-def _new_plan(
-    tensors: Sequence[Tensors],
-    shapes: Sequence[Sequence[int]],
-    layout: Layout,
-    steps: Sequence[Triple],
-    matrix: MatrixMode,
-    split: Split,
-    workspace: int,
-    **options: Any,
-) -> "SharedPlan | None":
-    if not _can_plan(tensors):
-        return None
-    from muon.shared_plan import SharedPlan, shared_buckets
-
-    for whole in tensors:
-        check_shapes(whole, matrix)
-    buckets = shared_buckets(tensors, shapes, layout, steps, matrix, split, workspace)
-    return SharedPlan(tensors, buckets, layout, steps, **options) if buckets else None
 
 
 def _is_capturing(param: Tensor) -> bool:

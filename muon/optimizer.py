@@ -1,9 +1,8 @@
 """Muon for hidden matrices and AdamW for everything else, in one torch optimizer."""
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from muon.adamw import adamw_step, number, step_device
 from muon.distributed import Engine
 from muon.dtensors import gradient, zeros_like_rows
-from muon.matrices import SMALLEST_EPS, MatrixMode, Split, Tensors, apply, buckets, pack, row_blocks
+from muon.matrices import SMALLEST_EPS, MatrixMode, Split, Tensors, apply, buckets, pack
 from muon.metrics import adamw_metrics, muon_metrics, read
 from muon.newton_schulz import (
     DEFAULT_WORKSPACE,
@@ -26,6 +25,7 @@ from muon.newton_schulz import (
     pick_iteration,
     uses_triton,
 )
+from muon.options import AdjustLR, WeightDecayMode, check_options, check_parameters, lr_factor
 from muon.polynomials import KELLER_JORDAN, Coefficients, schedule
 from muon.rounding import remainder_of
 
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from muon.plan import Plan
-
-AdjustLR: TypeAlias = (
-    Literal["original", "match_rms_adamw", "spectral_unclamped"] | Callable[[tuple[int, int]], float] | None
-)
-WeightDecayMode: TypeAlias = Literal["decoupled", "cautious"]
 
 # Of each group and device: gradients that are present by turns don't record a graph at every step.
 MOST_PLANS = 3
@@ -113,6 +108,7 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option out of range, or a 0-D or 1-D parameter in a Muon group.
+        TypeError: a ``distributed_group`` that is no process group of this rank's.
         RuntimeError: at ``step``, for complex parameters or sparse gradients in a Muon group, or in a CUDA graph's
             capture without ``capturable``.
 
@@ -185,7 +181,7 @@ class Muon(Optimizer):
                 f"got {distributed_group!r}"
             )
         self._engine = Engine(distributed_group)
-        _check_options({**defaults, "betas": betas})
+        check_options({**defaults, "betas": betas})
         self._plans: dict[tuple[int, torch.device], dict[object, Plan]] = {}
         self._captured: list[Plan] = []  # whose tables callers' graphs read
         super().__init__(params, defaults)
@@ -209,8 +205,8 @@ class Muon(Optimizer):
             raise ValueError("an 'adamw' group has its ε as adamw_eps; eps is the orthogonalisation's")
         super().add_param_group(param_group)
         try:
-            _check_options(self.param_groups[-1])
-            _check_parameters(self.param_groups[-1])
+            check_options(self.param_groups[-1])
+            check_parameters(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -533,70 +529,3 @@ def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for it: AVX512-BF16 or AMX."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, check, bool)() for check in checks)
-
-
-def lr_factor(adjust_lr_fn: AdjustLR, rows: int, cols: int) -> float:
-    """Factor of the learning rate of a (rows, cols) matrix."""
-    if callable(adjust_lr_fn):
-        return adjust_lr_fn((rows, cols))
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    ratio = rows / max(cols, 1)
-    return math.sqrt(ratio if adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio))
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
-        raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
-    for name in ("momentum", "weight_decay", "eps", "adamw_eps"):
-        if not group[name] >= 0.0:
-            raise ValueError(f"{name.replace('_', ' ')} should be >= 0 but is: {group[name]}")
-    if len(group["betas"]) != 2:
-        raise ValueError(f"betas should be two numbers but are: {group['betas']}")
-    for index, beta in enumerate(group["betas"]):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"betas[{index}] should be in [0, 1) but is: {beta}")
-    if group["algorithm"] not in ("muon", "adamw"):
-        raise ValueError(f"algorithm should be 'muon' or 'adamw' but is: {group['algorithm']!r}")
-    if group["matrix"] not in (None, "batch", "flatten", "transposed"):
-        raise ValueError(f"matrix should be None, 'batch', 'flatten' or 'transposed' but is: {group['matrix']!r}")
-    if group["weight_decay_mode"] not in ("decoupled", "cautious"):
-        mode = group["weight_decay_mode"]
-        raise ValueError(f"weight_decay_mode should be 'decoupled' or 'cautious' but is: {mode!r}")
-    if group["neuron_norm"] is not None and not 0.0 <= group["neuron_norm"] < 1.0:
-        raise ValueError(f"neuron_norm should be None or in [0, 1) but is: {group['neuron_norm']}")
-    dtype = group["momentum_dtype"]
-    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"momentum_dtype should be None, float16, bfloat16, float32 or float64 but is: {dtype!r}")
-    if group["workspace"] is not None and not group["workspace"] > 0:
-        raise ValueError(f"workspace should be None or a positive number of bytes but is: {group['workspace']}")
-    split = group["split"]
-    sizes = split if isinstance(split, Iterable) else () if split is None else (split,)
-    if not all(isinstance(size, int) for size in sizes):
-        raise ValueError(f"split should be None, a number of blocks or their sizes but is: {split!r}")
-    adjust_lr_fn = group["adjust_lr_fn"]
-    names = (None, "original", "match_rms_adamw", "spectral_unclamped")
-    if not callable(adjust_lr_fn) and adjust_lr_fn not in names:
-        raise ValueError(f"Adjust learning rate function {adjust_lr_fn} is not supported: use one of {names[1:]}")
-    schedule(group["ns_coefficients"], group["ns_steps"])
-
-
-def _check_parameters(group: dict[str, Any]) -> None:
-    if group["algorithm"] != "muon":
-        return
-    names: Sequence[str] = group.get("param_names") or [f"number {i}" for i in range(len(group["params"]))]
-    for name, p in zip(names, group["params"], strict=True):
-        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-            raise ValueError(
-                f"Muon needs matrices but FullyShardedDataParallel has flattened the parameter {name}: shard the model "
-                "with torch.distributed.fsdp.fully_shard instead."
-            )
-        if p.ndim < 2:
-            raise ValueError(
-                f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()} (parameter "
-                f"{name}; 3D to 5D are supported too). Put it into a group with algorithm='adamw'."
-            )
-        row_blocks(torch.empty(p.shape, device="meta"), group["matrix"], group["split"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from examples.gpt.model import GPT
 from muon import Muon, param_groups
-from muon.optimizer import lr_factor
+from muon.options import lr_factor
 
 SECOND = re.compile(r"(layers?|blocks?|h|encoder)\.1\.")
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from muon import Muon
 from muon.matrices import Tensors, buckets
-from muon.optimizer import lr_factor, muon
+from muon.optimizer import muon
+from muon.options import lr_factor
 from muon.polynomials import KELLER_JORDAN, schedule
 from muon.rounding import join
 
