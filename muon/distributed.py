@@ -19,7 +19,7 @@ Sources of the idea: Moonlight's distributed Muon (https://arxiv.org/abs/2502.16
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muon.dtensors import is_dtensor, local
-from muon.layout import Bucket, Deal, Layout, Matrix, layout_of_mesh
+from muon.layout import Bucket, Cut, Deal, Layout, Matrix, layout_of_mesh
 from muon.matrices import (
     SMALLEST_EPS,
     MatrixMode,
@@ -46,7 +46,7 @@ from muon.polynomials import Triple
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from muon.shared_plan import SharedPlan
+    from muon.segments import Segments
 
 # torch 2.13 has renamed it.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -64,8 +64,8 @@ class Engine:
         self.group = group
         self.layouts: dict[object, Layout] = {}
         self.deals: dict[object, Deal] = {}
-        self.plans: dict[object, SharedPlan | None] = {}
-        self.buffers: dict[torch.device, Tensor] = {}  # in which plans gather, one after the other
+        self.plans: dict[object, Segments | None] = {}
+        self.buffers: dict[torch.device, Tensor] = {}  # in which plans send and receive, one after the other
 
     def layout(self, param: Tensor) -> Layout | None:
         """Where the ranks hold the parameter; None: this one has it for itself."""
@@ -148,41 +148,34 @@ class Engine:
         """Update parameters of one layout and their states, in place; every rank of the layout takes part.
 
         ``planned``: by ``muon.shared_plan`` if all ranks hold the whole of everything and its kernels can have it,
-        which depends on nothing but what is the same on all ranks.
+        which depends on nothing but what is the same on all ranks; by ``muon.sharded_plan`` if its kernels can have
+        what this rank holds.
         """
         shapes = tuple(whole.param.shape for whole in tensors)
-        cut = (steps, matrix, split, workspace or DEFAULT_WORKSPACE)
+        cut = Cut(steps, matrix, split, workspace or DEFAULT_WORKSPACE)
         scalars: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         parts = [whole.map(local) if is_dtensor(whole.param) else whole for whole in tensors]
-        planned = planned and len(layout.shards) == 1 and not _is_capturing(parts[0].param)
-        plan = self._plan(parts, shapes, layout, *cut, **options) if planned else None
+        planned = planned and not _is_capturing(parts[0].param)
+        plan = self._plan(parts, shapes, layout, cut, dtype_of, **options) if planned else None
         if plan is not None:
             plan.step(parts, self._buffer(plan), lr_factor, **scalars, pool=self._pool(plan.device))
             return
         for whole in tensors:
             check_shapes(whole, matrix)
-        found = self._deal(parts, shapes, layout, *cut, dtype_of)
-        in_flight: deque[Iterator[None]] = deque()
-        for bucket in found.buckets:
-            in_flight.append(Run(bucket, layout, parts, lr_factor, **scalars, **options).stages(steps))
-            _advance(in_flight)
-        while in_flight:
-            _advance(in_flight)
+        buckets = self._deal(parts, shapes, layout, cut, dtype_of).buckets
+        overlapped(Run(bucket, layout, parts, lr_factor, **scalars, **options).stages(steps) for bucket in buckets)
 
     def _deal(
         self,
         tensors: Sequence[Tensors],
         shapes: Sequence[Sequence[int]],
         layout: Layout,
-        steps: Sequence[Triple],
-        matrix: MatrixMode,
-        split: Split,
-        workspace: int,
+        cut: Cut,
         dtype_of: Callable[[Iteration, Tensor], torch.dtype],
     ) -> Deal:
         dtypes = tuple(tuple(None if t is None else t.dtype for t in whole) for whole in tensors)
-        key = (id(layout), shapes, dtypes, repr(steps), matrix, repr(split), workspace)
-        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, steps, matrix, split, workspace, dtype_of)
+        key = (id(layout), shapes, dtypes, cut.key())
+        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, cut, dtype_of)
         _keep(self.deals, key, found)
         return found
 
@@ -191,37 +184,64 @@ class Engine:
         tensors: Sequence[Tensors],
         shapes: Sequence[Sequence[int]],
         layout: Layout,
-        steps: Sequence[Triple],
-        matrix: MatrixMode,
-        split: Split,
-        workspace: int,
+        cut: Cut,
+        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
         **options: Any,
-    ) -> "SharedPlan | None":
+    ) -> "Segments | None":
         described = tuple(
             tuple(None if t is None else (type(t), t.shape, t.dtype, t.device) for t in whole) for whole in tensors
         )
-        key = (id(layout), described, repr(steps), matrix, repr(split), workspace, tuple(options.values()))
+        key = (id(layout), shapes, described, cut.key(), tuple(options.values()))
         if key not in self.plans:
             self.plans[key] = None  # that there can be none is not found out again at every step
             if _can_plan(tensors):
-                from muon.shared_plan import SharedPlan, shared_buckets
-
                 for whole in tensors:
-                    check_shapes(whole, matrix)
-                buckets = shared_buckets(tensors, shapes, layout, steps, matrix, split, workspace)
-                self.plans[key] = SharedPlan(tensors, buckets, layout, steps, **options) if buckets else None
+                    check_shapes(whole, cut.matrix)
+                make = self._shared_plan if len(layout.shards) == 1 else self._sharded_plan
+                self.plans[key] = make(tensors, shapes, layout, cut, dtype_of, **options)
         plan = self.plans.pop(key)
         _keep(self.plans, key, plan)
         return plan
 
-    def _buffer(self, plan: "SharedPlan") -> Tensor:
-        """(2, bytes), at least as many as the plan needs. What others have recorded with a smaller one is void."""
+    def _shared_plan(
+        self,
+        tensors: Sequence[Tensors],
+        shapes: Sequence[Sequence[int]],
+        layout: Layout,
+        cut: Cut,
+        _: Callable[[Iteration, Tensor], torch.dtype],
+        **options: Any,
+    ) -> "Segments | None":
+        from muon.shared_plan import SharedPlan, shared_buckets
+
+        buckets = shared_buckets(tensors, shapes, layout, cut)
+        return SharedPlan(tensors, buckets, layout, cut.steps, **options) if buckets else None
+
+    def _sharded_plan(
+        self,
+        tensors: Sequence[Tensors],
+        shapes: Sequence[Sequence[int]],
+        layout: Layout,
+        cut: Cut,
+        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
+        **options: Any,
+    ) -> "Segments | None":
+        """NorMuon's norms, columns as rows, and shards in stripes are for ``Run``; so may one rank decide alone."""
+        from muon.sharded_plan import ShardedPlan, can_plan
+
+        if options["neuron_norm"] is not None or cut.matrix == "transposed":
+            return None
+        buckets = Deal(tensors, shapes, layout, cut, dtype_of).buckets
+        return ShardedPlan(tensors, buckets, layout, cut.steps, **options) if all(map(can_plan, buckets)) else None
+
+    def _buffer(self, plan: "Segments") -> Tensor:
+        """Bytes, at least as many as the plan needs. What others have recorded with a smaller one is void."""
         buffer = self.buffers.get(plan.device)
-        if buffer is None or buffer.shape[1] < plan.gathered_bytes:
+        if buffer is None or len(buffer) < plan.buffer_bytes:
             for other in self.plans.values():
                 if other is not None and other.device == plan.device:
                     other.forget()
-            buffer = torch.empty(2, plan.gathered_bytes, dtype=torch.uint8, device=plan.device)
+            buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=plan.device)
             self.buffers[plan.device] = buffer
         return buffer
 
@@ -252,11 +272,27 @@ def _can_plan(tensors: Sequence[Tensors]) -> bool:
     return all(whole.param.device == device and suits_once_contiguous(whole) for whole in tensors)
 
 
+def overlapped(tasks: Iterable[Iterator[None]]) -> None:
+    """Run all of them to their ends, a new one beginning whenever those under way have got a stage further."""
+    under_way: deque[Iterator[None]] = deque()
+    for task in tasks:
+        under_way.append(task)
+        _advance(under_way)
+    while under_way:
+        _advance(under_way)
+
+
 def _advance(tasks: deque[Iterator[None]]) -> None:
     """Each by a stage, the oldest last: what the newest sends is on its way while an older one computes."""
     done = object()
     if [next(task, done) for task in reversed(tasks)][-1] is done:
         tasks.popleft()
+
+
+def wire_dtype(tensors: Tensors) -> torch.dtype:
+    """That in which an update goes to its owner: on a GPU one of float32 travels as bfloat16."""
+    dtype = tensors.momentum.dtype
+    return torch.bfloat16 if dtype == torch.float32 and tensors.momentum.device.type != "cpu" else dtype
 
 
 def _are_whole(param: Tensor, layout: Layout, matrix: MatrixMode) -> bool:
@@ -346,25 +382,11 @@ class Run:
         return torch.empty(size, dtype=dtype, device=self.tensors[self.bucket.matrices[0].index].param.device)
 
     def _to_owners(self, parts: Sequence[Tensor], width: int | None = None) -> tuple[Tensor, Any]:
-        """What the owners' matrices consist of; on a GPU a float32 update travels as bfloat16."""
+        """What the owners' matrices consist of."""
         whole = self.tensors[self.bucket.matrices[0].index]
-        if width is None:
-            dtype = whole.momentum.dtype
-            if dtype == torch.float32 and whole.param.device.type != "cpu":
-                dtype = torch.bfloat16
-        else:
-            dtype = torch.promote_types(whole.param.dtype, torch.float32)
+        dtype = wire_dtype(whole) if width is None else torch.promote_types(whole.param.dtype, torch.float32)
         sent = torch.cat([part.reshape(-1) for part in parts]).to(dtype) if parts else self._empty(0, dtype)
-        counts = self._counts(width)
-        return self._exchange(sent, counts[0], counts[1])
-
-    def _counts(self, width: int | None) -> tuple[list[int], list[int]]:
-        """Elements that this rank holds for each owner, and that each shard holds for this one."""
-        to = [0] * len(self.layout.shards)
-        for matrix in self.bucket.mine:
-            to[matrix.owner[1]] += matrix.regions[self.layout.shard].numel(width)
-        by = [sum(m.regions[s].numel(width) for m in self.bucket.own) for s in range(len(to))]
-        return to, by
+        return self._exchange(sent, *self.bucket.counts(self.layout, width))
 
     def _exchange(self, sent: Tensor, to: list[int], by: list[int]) -> tuple[Tensor, Any]:
         if not self.bucket.is_exchanged:
@@ -388,7 +410,7 @@ class Run:
 
     def _fill(self, matrices: Sequence[Tensor], received: Tensor, width: int | None) -> None:
         start = 0
-        for shard in self._sources():
+        for shard in self.bucket.sources(self.layout):
             for matrix, target in zip(self.bucket.own, matrices, strict=True):
                 region = matrix.regions[shard]
                 stop = start + region.numel(width)
@@ -397,10 +419,6 @@ class Run:
                         region.shape[0], width or region.shape[1]
                     )
                 start = stop
-
-    def _sources(self) -> Sequence[int]:
-        """The shards that send to this rank, or that it sends to."""
-        return range(len(self.layout.shards)) if self.bucket.is_exchanged else (self.layout.shard,)
 
     def _evened(self, X: Tensor | None, moments: Tensor) -> Tensor | None:
         """For each row of this rank's matrices the new second moment, and what keeps the matrix's norm, (., m, 2)."""
@@ -419,14 +437,14 @@ class Run:
         """This rank's part of each matrix whose owner is in its shard group."""
         dtype = self.bucket.dtype if width is None else torch.promote_types(self._param_dtype(), torch.float32)
         parts = []
-        for shard in self._sources():
+        for shard in self.bucket.sources(self.layout):
             for matrix, whole in zip(self.bucket.own, () if own is None else own, strict=True):
                 region = matrix.regions[shard]
                 if region.numel(width):
                     target = matrix.oriented(whole) if width is None else whole
                     parts.append(target[region.of(target, width)].reshape(-1))
         sent = torch.cat(parts) if parts else self._empty(0, dtype)
-        to, by = self._counts(width)
+        to, by = self.bucket.counts(self.layout, width)
         return self._exchange(sent, by, to)
 
     def _param_dtype(self) -> torch.dtype:

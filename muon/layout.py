@@ -252,15 +252,41 @@ class Bucket:
         self.own = [matrix for matrix in self.mine if matrix.owner[1] == layout.shard]
         self.is_exchanged = any(matrix.holder() is None for matrix in self.matrices)
 
+    def counts(self, layout: Layout, width: int | None) -> tuple[list[int], list[int]]:
+        """Elements that this rank holds for each owner, and that each shard holds for this one.
+
+        ``width``: of tables of that many numbers a row.
+        """
+        to = [0] * len(layout.shards)
+        for matrix in self.mine:
+            to[matrix.owner[1]] += matrix.regions[layout.shard].numel(width)
+        return to, [sum(matrix.regions[s].numel(width) for matrix in self.own) for s in range(len(to))]
+
+    def sources(self, layout: Layout) -> Sequence[int]:
+        """The shards that send to this rank, or that it sends to."""
+        return range(len(layout.shards)) if self.is_exchanged else (layout.shard,)
+
+
+class Cut(NamedTuple):
+    """What decides, beside shapes, into which matrices and buckets parameters are cut."""
+
+    steps: Sequence[Triple]
+    matrix: MatrixMode
+    split: Split
+    workspace: int
+
+    def key(self) -> tuple[object, ...]:
+        return repr(self.steps), self.matrix, repr(self.split), self.workspace
+
 
 def matrices_of_all(
-    tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, matrix: MatrixMode, split: Split
+    tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut
 ) -> list[Matrix]:
     return [
         found
         for index, (whole, shape) in enumerate(zip(tensors, shapes, strict=True))
         if 0 not in shape
-        for found in matrices_of(index, shape, layout, matrix, split, whole.param.shape)
+        for found in matrices_of(index, shape, layout, cut.matrix, cut.split, whole.param.shape)
     ]
 
 
@@ -281,26 +307,23 @@ class Deal:
         tensors: Sequence[Tensors],
         shapes: Sequence[Sequence[int]],
         layout: Layout,
-        steps: Sequence[Triple],
-        matrix: MatrixMode,
-        split: Split,
-        workspace: int,
+        cut: Cut,
         dtype_of: Callable[[Iteration, Tensor], torch.dtype],
     ) -> None:
-        matrices = matrices_of_all(tensors, shapes, layout, matrix, split)
+        matrices = matrices_of_all(tensors, shapes, layout, cut)
         self.loads = deal(matrices, layout.replicas, len(layout.shards))
         self.buckets: list[Bucket] = []
         for some in alike(matrices, tensors):
             whole = tensors[some[0].index]
-            iteration = pick_iteration("auto", steps, *some[0].sides, None, uses_triton("auto", whole.param))
+            iteration = pick_iteration("auto", cut.steps, *some[0].sides, None, uses_triton("auto", whole.param))
             dtype = dtype_of(iteration, whole.param)
-            self.buckets += _cut(some, whole, layout.replicas, iteration, dtype, workspace)
+            self.buckets += _buckets(some, whole, layout.replicas, iteration, dtype, cut.workspace)
         seen: set[int] = set()
         for bucket in self.buckets:
             bucket.finish(layout, seen)
 
 
-def _cut(
+def _buckets(
     matrices: Sequence[Matrix],
     tensors: Tensors,
     replicas: int,

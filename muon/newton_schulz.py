@@ -49,8 +49,8 @@ class MatrixOperations(Protocol):
         """alpha A B + Σ beta C over the terms (beta, C), all symmetric (batch, n, n), A and B commuting."""
         ...
 
-    def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
-        """a X + B X, (batch, n, m), for B (batch, n, n)."""
+    def update(self, B: Tensor, X: Tensor, a: float, out: Tensor | None = None) -> Tensor:
+        """a X + B X, (batch, n, m), for B (batch, n, n), in ``out`` if that is given."""
         ...
 
 
@@ -73,20 +73,20 @@ class TorchOperations:
             product = product.add_(C, alpha=beta)
         return product
 
-    def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
-        return torch.baddbmm(X, B, X, beta=a)
+    def update(self, B: Tensor, X: Tensor, a: float, out: Tensor | None = None) -> Tensor:
+        return torch.baddbmm(X, B, X, beta=a, out=out)
 
 
-def standard_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> Tensor:
+def standard_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations, out: Tensor | None = None) -> Tensor:
     """U p(S) Vᵀ, three products a step: A = XXᵀ, B = bA + cA², X ← aX + BX."""
-    for a, b, c in steps:
+    for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
         A = ops.gram(X)
         B = ops.symmetric(A, A, c, (b, A))
-        X = ops.update(B, X, a)
+        X = ops.update(B, X, a, None if left else out)
     return X
 
 
-def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) -> Tensor:
+def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations, out: Tensor | None = None) -> Tensor:
     """U p(S) Vᵀ, iterating on the small Gram matrix R = XXᵀ and touching X only at restarts.
 
     With Z = bR + cR² a step is X ← (Z + aI) X, hence R ← (Z + aI) R (Z + aI), and the factors collect in a polynomial
@@ -95,10 +95,11 @@ def gram_iteration(X: Tensor, steps: Sequence[Triple], ops: MatrixOperations) ->
 
     Source: Dao-AILab/gram-newton-schulz, https://github.com/Dao-AILab/gram-newton-schulz
     """
-    for segment in segments(steps):
+    found = segments(steps)
+    for left, segment in zip(reversed(range(len(found))), found, strict=True):
         R = ops.gram(X)
         Q, q = _gram_segment(R, segment, ops)
-        X = ops.update(Q, X, q)
+        X = ops.update(Q, X, q, None if left else out)
     return X
 
 
@@ -217,15 +218,20 @@ def orthogonalize(
     return (X.mT if rows > cols else X).to(G.dtype).reshape(G.shape)
 
 
-def iterate(X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: MatrixOperations) -> Tensor:
-    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1, in the dtype of X under autocast too."""
+def iterate(
+    X: Tensor, steps: Sequence[Triple], iteration: Iteration, ops: MatrixOperations, out: Tensor | None = None
+) -> Tensor:
+    """U p(S) Vᵀ of each matrix of X (batch, n, m), n <= m, of norm 1, in the dtype of X under autocast too.
+
+    In ``out``, as large as X, if the last thing done is a product.
+    """
     device = X.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
-            return iterate(X, steps, iteration, ops)
+            return iterate(X, steps, iteration, ops, out)
     if iteration == "small":
         return _small_iteration(X, steps, X.dtype, eps=None)
-    return gram_iteration(X, steps, ops) if iteration == "gram" else standard_iteration(X, steps, ops)
+    return (gram_iteration if iteration == "gram" else standard_iteration)(X, steps, ops, out)
 
 
 def _small_iteration(G: Tensor, steps: Sequence[Triple], dtype: torch.dtype, eps: float | None) -> Tensor:

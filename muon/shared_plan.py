@@ -7,9 +7,8 @@ buckets, (M) the momentum of what others own. With G for a bucket's gather, whic
 
     A0 G0  A1 G1  wait for G0, B0  A2 G2  wait for G1, B1  ...  M  wait for the last G, its B
 
-So a bucket's gather hides behind the next bucket's iteration, and the last one behind M. Only waits order the streams,
-the host never stops. Bucket i gathers into half i % 2 of one buffer: A2, and so G2, come after B0 on the stream. All
-segments share the memory of one pool, as no two ever run at the same time.
+So a bucket's gather hides behind the next bucket's iteration, and the last one behind M. Bucket i gathers into half
+i % 2 of one buffer: A2, and so G2, come after B0 on the stream.
 """
 
 import itertools
@@ -23,11 +22,12 @@ from torch import Tensor
 
 from muon.distributed import all_gather
 from muon.kernels import stages
-from muon.layout import Layout, Matrix, alike, deal, matrices_of_all
-from muon.matrices import SMALLEST_EPS, MatrixMode, Split, Tensors
+from muon.layout import Cut, Layout, Matrix, alike, deal, matrices_of_all
+from muon.matrices import Tensors
 from muon.newton_schulz import Iteration, iterate, memory, operations, pick_dtype, pick_iteration
-from muon.plan import Tables, are_aligned, has_aligned_rows, is_as_stored, record
+from muon.plan import has_aligned_rows
 from muon.polynomials import Triple
+from muon.segments import Segments, place_of, round_up, wait
 
 
 class SharedBucket(NamedTuple):
@@ -63,8 +63,7 @@ class SharedBucket(NamedTuple):
 
     @property
     def gathered_bytes(self) -> int:
-        """Rounded up to what memory is allocated in."""
-        return -(-self.gathered_shape.numel() * self.dtype.itemsize // 512) * 512
+        return round_up(self.gathered_shape.numel() * self.dtype.itemsize)
 
     @property
     def is_even(self) -> bool:
@@ -73,7 +72,7 @@ class SharedBucket(NamedTuple):
         return replicas * most <= 2 * len(self.matrices)
 
 
-class SharedPlan(Tables):
+class SharedPlan(Segments):
     """The step of these parameters, gradients and states, and of others of the same shapes and dtypes."""
 
     def __init__(
@@ -82,96 +81,28 @@ class SharedPlan(Tables):
         buckets: Sequence[SharedBucket],
         layout: Layout,
         steps: Sequence[Triple],
-        *,
-        nesterov: bool,
-        maximize: bool,
-        eps: float,
-        cautious: bool,
-        neuron_norm: float | None,
+        **options: Any,
     ) -> None:
         self.buckets, self.layout, self.steps = buckets, layout, steps
-        self.nesterov, self.maximize, self.eps = nesterov, maximize, max(eps, SMALLEST_EPS)
-        self.cautious, self.neuron_norm = cautious, neuron_norm
-        self.matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
-        self.shapes = sorted({(matrix.rows, matrix.cols) for matrix in self.matrices})
-        self.shape_factors: list[float] = []
-        owners = [matrix.index for matrix in self.matrices]
-        places = [_place(matrix, tensors[matrix.index]) for matrix in self.matrices]
-        super().__init__(owners, places, [0.0] * len(owners), tensors[0].param.device)
-        self.forget()
-
-    def forget(self) -> None:
-        """What was recorded, and with which buffer."""
-        self.aligned: bool | None = None
-        self.buffer: Tensor | None = None
         self.gathered: list[Tensor] = []
-        self.segments: list[Callable[[], None]] = []
-        self.graphs: list[torch.cuda.CUDAGraph] = []
+        matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
+        places = [[*place_of(matrix, tensors[matrix.index]), _is_stored_tall(matrix)] for matrix in matrices]
+        super().__init__(tensors, matrices, places, **options)
 
     @property
-    def gathered_bytes(self) -> int:
-        """Of each half of the buffer."""
-        return max(bucket.gathered_bytes for bucket in self.buckets)
+    def buffer_bytes(self) -> int:
+        """Two halves."""
+        return 2 * max(bucket.gathered_bytes for bucket in self.buckets)
 
-    def step(
-        self,
-        tensors: Sequence[Tensors],
-        buffer: Tensor,
-        lr_factor: Callable[[int, int], float],
-        *,
-        lr: float | Tensor,
-        weight_decay: float,
-        momentum: float,
-        pool: Any = None,
-    ) -> None:
-        """Update parameters and states in place; every rank of the layout takes part.
-
-        ``buffer`` (2, bytes, uint8) is where results are gathered, ``pool`` the memory of another plan's graphs.
-        """
-        are_stored = all(t is None or is_as_stored(t) for whole in tensors for t in whole)
-        reached = tensors if are_stored else [whole.map(_as_stored) for whole in tensors]
-        table = self._addresses(reached)
-        aligned = are_aligned(table)
-        with torch.cuda.device_of(self.table):
-            self._copy(table, self.table)
-            self._follow(lr_factor)
-            self._set_scalars(lr, weight_decay, momentum, on_device=isinstance(lr, Tensor))
-            if aligned != self.aligned or buffer is not self.buffer:  # this step compiles the kernels
-                self._begin(aligned, buffer)
-            elif self.table.is_cuda and not self.graphs:
-                self._record(pool)
-            self._run()
-        if not are_stored:
-            for whole, copy in zip(tensors, reached, strict=True):
-                _copy_back(whole, copy)
-
-    def _follow(self, lr_factor: Callable[[int, int], float]) -> None:
-        factors = [lr_factor(*shape) for shape in self.shapes]
-        if factors != self.shape_factors:
-            of_shape = dict(zip(self.shapes, factors, strict=True))
-            self._set_factors([of_shape[matrix.rows, matrix.cols] for matrix in self.matrices])
-            self.shape_factors = factors
-
-    def _begin(self, aligned: bool, buffer: Tensor) -> None:
-        """Segments to be run as they are: A of each bucket, B of each bucket, M."""
-        self.forget()
-        self.aligned, self.buffer = aligned, buffer
-        self.gathered = [_gathered(bucket, buffer[i % 2]) for i, bucket in enumerate(self.buckets)]
-        for step in (self._orthogonalize, self._apply):
-            self.segments += [partial(step, bucket, X) for bucket, X in zip(self.buckets, self.gathered, strict=True)]
-        self.segments.append(self._follow_others)
-
-    def _record(self, pool: Any) -> None:
-        """Put graphs in the place of segments, but for those that launch nothing."""
-        count = len(self.buckets)
-        launches = [*(bool(self._own(bucket)) for bucket in self.buckets), *[True] * count]
-        launches.append(any(self._others(bucket) for bucket in self.buckets))
-        for i, launches_any in enumerate(launches):
-            if launches_any:
-                self.graphs.append(
-                    record(self.segments[i], self.device, self.graphs[0].pool() if self.graphs else pool)
-                )
-            self.segments[i] = self.graphs[-1].replay if launches_any else _nothing
+    def _segments(self, buffer: Tensor) -> list[Callable[[], None] | None]:
+        """A of each bucket, B of each bucket, M."""
+        halves = buffer[: self.buffer_bytes].view(2, -1)
+        self.gathered = [_gathered(bucket, halves[i % 2]) for i, bucket in enumerate(self.buckets)]
+        filled = list(zip(self.buckets, self.gathered, strict=True))
+        iterations = [partial(self._orthogonalize, *each) if self._own(each[0]) else None for each in filled]
+        applications = [partial(self._apply, *each) for each in filled]
+        others = any(self._others(bucket) for bucket in self.buckets)
+        return [*iterations, *applications, self._follow_others if others else None]
 
     def _run(self) -> None:
         count = len(self.buckets)
@@ -181,10 +112,10 @@ class SharedPlan(Tables):
             iterations[i]()
             works.append(self._gather(bucket, self.gathered[i]))
             if i:
-                _wait(works[i - 1])
+                wait(works[i - 1])
                 applications[i - 1]()
         self.segments[-1]()
-        _wait(works[-1])
+        wait(works[-1])
         applications[-1]()
 
     def _gather(self, bucket: SharedBucket, gathered: Tensor) -> list[Any]:
@@ -208,13 +139,8 @@ class SharedPlan(Tables):
     def _is_aligned(self, bucket: SharedBucket) -> bool:
         return bool(self.aligned) and has_aligned_rows(bucket.sides)
 
-    def _rows(self, rows: range) -> tuple[Tensor, Tensor]:
-        return self.table[rows.start : rows.stop], self.scalars[rows.start : rows.stop]
-
     def _orthogonalize(self, bucket: SharedBucket, gathered: Tensor) -> None:
         (n, m), own, ops = bucket.sides, self._own(bucket), operations(use_triton=True)
-        if not own:
-            return
         table, scalars = self._rows(own)
         X = ops.allocate(len(own), n, m, table, bucket.dtype)
         stages.pack(
@@ -222,8 +148,10 @@ class SharedPlan(Tables):
             aligned=self._is_aligned(bucket),
             nesterov=self.nesterov, maximize=self.maximize, eps=self.eps,
         )  # fmt: skip
-        X = iterate(X, self.steps, bucket.iteration, ops)
-        gathered[self.layout.replica, : len(own)].copy_(X[:, :n, :m])
+        mine = gathered[self.layout.replica, : len(own)]
+        made = iterate(X, self.steps, bucket.iteration, ops, out=mine if mine.shape == X.shape else None)
+        if made is not mine:
+            mine.copy_(made[:, :n, :m])
 
     def _apply(self, bucket: SharedBucket, gathered: Tensor) -> None:
         for rows, X in zip(bucket.rows, gathered, strict=True):
@@ -249,60 +177,31 @@ def _gathered(bucket: SharedBucket, half: Tensor) -> Tensor:
     return half.view(bucket.dtype)[: shape.numel()].view(shape)
 
 
-def _nothing() -> None:
-    """An empty graph would come with a warning."""
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _as_stored(tensor: Tensor) -> Tensor:
-    """What is laid out otherwise, perhaps on this rank alone, changes nothing about what is sent."""
-    return tensor if is_as_stored(tensor) else tensor.resolve_neg().contiguous()
-
-
-def _copy_back(whole: Tensors, copy: Tensors) -> None:
-    for name, tensor, used in zip(Tensors._fields, whole, copy, strict=True):
-        if tensor is not None and used is not None and used is not tensor and name != "grad":
-            tensor.copy_(used)
-
-
-def _place(matrix: Matrix, whole: Tensors) -> list[int]:
-    """The bytes from each tensor's start to where the matrix begins; if it is tall, as it is stored."""
-    starts = []
-    for tensor in whole:
-        part = None if tensor is None else matrix.part(tensor.new_empty(tensor.shape, device="meta"))
-        starts.append(0 if part is None else int(part.storage_offset()) * part.element_size())
-    is_tall = matrix.rows < matrix.cols if matrix.is_transposed else matrix.is_tall
-    return [*starts, int(is_tall)]
+def _is_stored_tall(matrix: Matrix) -> bool:
+    return matrix.rows < matrix.cols if matrix.is_transposed else matrix.is_tall
 
 
 def shared_buckets(
     tensors: Sequence[Tensors],
     shapes: Sequence[Sequence[int]],
     layout: Layout,
-    steps: Sequence[Triple],
-    matrix: MatrixMode,
-    split: Split,
-    workspace: int,
+    cut: Cut,
 ) -> list[SharedBucket] | None:
     """The matrices, dealt out and cut so that a step stays within the workspace, the most to gather first.
 
     One matrix a rank goes in any case, unless what is gathered doesn't fit alone: then None.
     """
-    matrices = matrices_of_all(tensors, shapes, layout, matrix, split)
+    matrices = matrices_of_all(tensors, shapes, layout, cut)
     deal(matrices, layout.replicas, len(layout.shards))
     found = []
     for some in alike(matrices, tensors):
         (n, m), whole = some[0].sides, tensors[some[0].index]
-        iteration = pick_iteration("auto", steps, n, m, None, use_triton=whole.param.is_cuda)
+        iteration = pick_iteration("auto", cut.steps, n, m, None, use_triton=whole.param.is_cuda)
         dtype = pick_dtype(iteration, whole.param.dtype, whole.param.device)
         gathered = 2 * layout.replicas * n * m * dtype.itemsize  # of one matrix a rank, in both halves
-        if gathered > workspace:
+        if gathered > cut.workspace:
             return None
-        most = max(1, workspace // (gathered + memory(iteration, n, m, dtype)))
+        most = max(1, cut.workspace // (gathered + memory(iteration, n, m, dtype)))
         dtypes = (whole.param.dtype, whole.grad.dtype, whole.momentum.dtype, whole.remainder is not None)
         pieces = _pieces(some, layout.replicas, most)
         found += [SharedBucket(piece, *dtypes, iteration, dtype) for piece in pieces]

@@ -223,9 +223,9 @@ def symmetric_product(A: Tensor, B: Tensor, alpha: float, *terms: tuple[float, T
     return _product(A, B, A.new_empty(batch, n, n), alpha, terms, symmetric=True)
 
 
-def update(B: Tensor, X: Tensor, a: float) -> Tensor:
+def update(B: Tensor, X: Tensor, a: float, out: Tensor | None = None) -> Tensor:
     """a X + B X; B (batch, n, n), X (batch, n, m)."""
-    return _product(B, X, torch.empty_like(X), 1.0, ((a, X),), symmetric=False)
+    return _product(B, X, torch.empty_like(X) if out is None else out, 1.0, ((a, X),), symmetric=False)
 
 
 def _product(

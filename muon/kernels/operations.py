@@ -37,11 +37,11 @@ class TritonOperations:
             return hopper.symmetric_product(A, B, alpha, *terms)
         return products.symmetric_product(A, B, alpha, *terms)
 
-    def update(self, B: Tensor, X: Tensor, a: float) -> Tensor:
+    def update(self, B: Tensor, X: Tensor, a: float, out: Tensor | None = None) -> Tensor:
         batch, n, m = X.shape
         if n <= LONGEST_HOPPER_UPDATE and hopper.tiles(batch, n, m) > 4 * _hopper_processors(X):
-            return hopper.update(B, X, a)
-        return products.update(B, X, a)
+            return hopper.update(B, X, a, out)
+        return products.update(B, X, a, out)
 
 
 def _round_up(size: int) -> int:

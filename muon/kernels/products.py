@@ -163,10 +163,10 @@ def symmetric_product(
     return out
 
 
-def update(B: Tensor, X: Tensor, a: float, config: Config | None = None) -> Tensor:
+def update(B: Tensor, X: Tensor, a: float, out: Tensor | None = None, *, config: Config | None = None) -> Tensor:
     """a X + B X; B (batch, n, n), X (batch, n, m)."""
     batch, n, m = X.shape
-    out = torch.empty_like(X)
+    out = torch.empty_like(X) if out is None else out
     block_n, block_m, block_k, num_warps, num_stages = config or _update_config(X.dtype, n)
     with torch.cuda.device_of(X):
         update_kernel[(triton.cdiv(n, block_n) * triton.cdiv(m, block_m) * batch,)](

@@ -73,13 +73,13 @@ def _look_ahead(grad, momentum, weight, NESTEROV: tl.constexpr):
 
 @triton.jit
 def momentum_kernel(
-    table_ptr, scalar_ptr, partial_ptr,
+    table_ptr, scalar_ptr, partial_ptr, update_ptr,
     sign,
     size, chunks,
     HAS_GRAD: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr,
     GRAD_DTYPE: tl.constexpr, MOMENTUM_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """momentum ← weight momentum + (1 - weight) sign grad, in place, and partial norms of the update.
+    """momentum ← weight momentum + (1 - weight) sign grad, in place; then the update's partial norms, or update itself.
 
     Without a gradient the momentum is the update and stays as it is.
     A partial norm is (largest magnitude, sum of squares over its square), so that nothing overflows or vanishes.
@@ -97,12 +97,16 @@ def momentum_kernel(
         momentum = (update + (1 - weight) * (grad - update)).to(MOMENTUM_DTYPE)
         tl.store(momentum_ptr + offs, momentum, mask=mask)
         update = _look_ahead(grad, momentum.to(tl.float32), weight, NESTEROV)
-    largest = tl.max(tl.abs(update), 0)
-    scaled = update / tl.where(largest == 0.0, 1.0, largest)
-    partial_ptr += (matrix.to(tl.int64) * chunks + chunk) * 2
-    # A maximum passes over NaN, a sum doesn't.
-    tl.store(partial_ptr, largest)
-    tl.store(partial_ptr + 1, tl.sum(scaled * scaled, 0))
+    if update_ptr is not None:
+        update_ptr += matrix.to(tl.int64) * size
+        tl.store(update_ptr + offs, update.to(update_ptr.dtype.element_ty), mask=mask)
+    if partial_ptr is not None:
+        largest = tl.max(tl.abs(update), 0)
+        scaled = update / tl.where(largest == 0.0, 1.0, largest)
+        partial_ptr += (matrix.to(tl.int64) * chunks + chunk) * 2
+        # A maximum passes over NaN, a sum doesn't.
+        tl.store(partial_ptr, largest)
+        tl.store(partial_ptr + 1, tl.sum(scaled * scaled, 0))
 
 
 @triton.jit
@@ -283,11 +287,12 @@ def update_momentum(
     aligned: bool,
     nesterov: bool,
     maximize: bool,
+    update: Tensor | None = None,
 ) -> None:
-    """What ``pack`` does to the momentum, by the same kernel; ``nesterov`` doesn't matter here."""
+    """What ``pack`` does to the momentum, by the same kernel. ``update`` (batch, n m): what it takes the norm of."""
     dtypes = {"GRAD_DTYPE": DTYPES[grad_dtype], "MOMENTUM_DTYPE": DTYPES[momentum_dtype]}
     flags = {"HAS_GRAD": True, "NESTEROV": nesterov, "ALIGNED": aligned, **dtypes}
-    _update_momentum(table, scalars, sides, -1.0 if maximize else 1.0, **flags)
+    _update_momentum(table, scalars, None, update, sides, -1.0 if maximize else 1.0, **flags)
 
 
 def normalize(G: Tensor, X: Tensor, eps: float) -> None:
@@ -308,7 +313,8 @@ def _pack(
     table: Tensor, scalars: Tensor, X: Tensor, sides: tuple[int, int], eps: float, sign: float, **flags: object
 ) -> None:
     (n, m), batch = sides, len(table)
-    partial = _update_momentum(table, scalars, sides, sign, **flags)
+    partial = torch.empty(batch, triton.cdiv(n * m, CHUNK), 2, dtype=torch.float32, device=table.device)
+    _update_momentum(table, scalars, partial, None, sides, sign, **flags)
     norm = torch.empty(batch, 2, dtype=torch.float32, device=X.device)
     norm_kernel[(batch,)](partial, norm, partial.shape[1], eps, BLOCK=1024)
     del flags["HAS_GRAD"]
@@ -317,13 +323,20 @@ def _pack(
     )
 
 
-def _update_momentum(table: Tensor, scalars: Tensor, sides: tuple[int, int], sign: float, **flags: object) -> Tensor:
-    """Returns partial norms of the updates, (batch, chunks, 2)."""
-    (n, m), batch = sides, len(table)
-    chunks = triton.cdiv(n * m, CHUNK)
-    partial = torch.empty(batch, chunks, 2, dtype=torch.float32, device=table.device)
-    momentum_kernel[(chunks * batch,)](table, scalars, partial, sign, n * m, chunks, BLOCK=CHUNK, num_warps=8, **flags)
-    return partial
+def _update_momentum(
+    table: Tensor,
+    scalars: Tensor,
+    partial: Tensor | None,
+    update: Tensor | None,
+    sides: tuple[int, int],
+    sign: float,
+    **flags: object,
+) -> None:
+    size = sides[0] * sides[1]
+    chunks = triton.cdiv(size, CHUNK)
+    momentum_kernel[(chunks * len(table),)](
+        table, scalars, partial, update, sign, size, chunks, BLOCK=CHUNK, num_warps=8, **flags
+    )
 
 
 def apply(

@@ -1,11 +1,13 @@
 """What ranks check on GPUs of their own."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from models import Bag, gradients, parameters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from muon import Muon
 from muon.rounding import join
@@ -22,7 +24,10 @@ STEPS = 3
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # which NCCL doesn't gather
+    return wide.full_tensor().to(tensor.dtype)
 
 
 def trained(params, optimizer, place=lambda p, grad: grad):
@@ -51,16 +56,16 @@ LAYER_OPTIONS = {
 }
 
 
-def layers_trained(dtype=torch.float32, group=None, tensor_lr=False, **options):
+def layers_trained(dtype=torch.float32, group=None, tensor_lr=False, place=lambda tensor: tensor, **options):
     """Steps that change all that a recorded graph must not hold fast, and a gradient that comes and goes."""
     torch.manual_seed(0)
-    params = {name: (torch.randn(shape, device="cuda") / 8).bfloat16().to(dtype) for name, shape in LAYERS.items()}
-    start = {name: p.double().clone() for name, p in params.items()}
+    start = {name: (torch.randn(shape, device="cuda") / 8).bfloat16() for name, shape in LAYERS.items()}
+    params = {name: place(tensor.to(dtype, copy=True)) for name, tensor in start.items()}
     optimizer = Muon(params.values(), distributed_group=group, **options)
     kept = []  # gradients, so that none gets the address of another
     for step in range(8):
         for name, p in params.items():
-            grad = torch.randn(p.shape, device="cuda").bfloat16().to(dtype)
+            grad = place(torch.randn(p.shape, device="cuda").bfloat16().to(dtype))
             p.grad = None if name == "up3" and step % 4 == 3 else grad
         kept.append([p.grad for p in params.values()])
         lr = 0.05 / (step + 1)
@@ -69,9 +74,10 @@ def layers_trained(dtype=torch.float32, group=None, tensor_lr=False, **options):
         optimizer.step()
     states = {name: optimizer.state[p] for name, p in params.items()}
     exact = {
-        name: join(p, states[name]["remainder"]) if "remainder" in states[name] else p for name, p in params.items()
+        name: join(whole(p), whole(states[name]["remainder"])) if "remainder" in states[name] else whole(p)
+        for name, p in params.items()
     }
-    return {name: p.double() - start[name] for name, p in exact.items()}, params, optimizer
+    return {name: p.double() - start[name].double() for name, p in exact.items()}, params, optimizer
 
 
 def replayed_steps(rank: int) -> None:
@@ -95,6 +101,33 @@ def replayed_steps(rank: int) -> None:
                 first = tensor.clone()
                 dist.broadcast(first, 0)
                 assert torch.equal(tensor, first), (name, key)
+
+
+def replayed_steps_of_shards(rank: int) -> None:
+    """Sharded by rows, by columns, and with replicas, against one GPU's."""
+    torch.cuda.set_device(rank)
+    ranks = dist.get_world_size()
+    layouts = [((ranks,), (Shard(0),)), ((ranks,), (Shard(1),))]
+    layouts += [((2, ranks // 2), (Replicate(), Shard(0)))] * (ranks > 2 and ranks % 2 == 0)
+    for name, options in LAYER_OPTIONS.items():
+        narrower = ("dtype", "bf16_remainder", "momentum_dtype", "workspace")
+        options = {k: v for k, v in options.items() if k != "neuron_norm"}  # which isn't planned
+        truth, _, _ = layers_trained(torch.float64, **{k: v for k, v in options.items() if k not in narrower})
+        alone, _, reference = layers_trained(**options)
+        most = 2 * distance(alone, truth) + 1e-6
+        for shape, placements in layouts:
+            mesh = init_device_mesh("cuda", shape)
+            found, params, optimizer = layers_trained(place=partial(distributed, mesh, placements), **options)
+            plans = list(optimizer._engine.plans.values())
+            assert len(plans) == 2 and all(plan.graphs for plan in plans) and not optimizer._engine.deals, name
+            assert distance(found, truth) <= most, (name, shape, placements, distance(found, truth), most)
+            for (key, p), q in zip(params.items(), reference.param_groups[0]["params"], strict=True):
+                momentum = whole(optimizer.state[p]["momentum_buffer"])
+                assert torch.equal(momentum, reference.state[q]["momentum_buffer"]), (name, key)
+
+
+def distributed(mesh, placements, tensor):
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def against_float64(rank: int) -> None:

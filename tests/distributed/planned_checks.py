@@ -15,7 +15,7 @@ import torch.distributed as dist
 from models import gradients, make_optimizer, parameters
 from torch.nn import Parameter
 
-from muon import distributed, shared_plan
+from muon import distributed, segments, shared_plan
 from muon import optimizer as optimizer_module
 
 CHECKS: dict[str, Callable[[int], None]] = {}
@@ -218,7 +218,7 @@ def segments_that_are_recorded(rank: int) -> None:
 
     for shapes, graphs in ((FEW, None), ({"alone": (9, 7)}, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared_plan, "record", lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None))
+            patch.setattr(segments, "record", lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None))
             patch.setattr(shared_plan.SharedPlan, "_run", run_and_record)
             params, optimizer = make(dist.group.WORLD, shapes=shapes)
             train(params, optimizer)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import distributed_model
-from muon.layout import Deal, Layout, deal, matrices_of
+from muon.layout import Cut, Deal, Layout, deal, matrices_of
 from muon.matrices import Tensors
 from muon.newton_schulz import DEFAULT_WORKSPACE
 from muon.polynomials import schedule
@@ -96,8 +96,8 @@ def test_large_matrices_keep_every_rank_busy(replicas, shards):
     layout, ranks = mesh(replicas, shards), replicas * shards
     p = torch.empty(4096 // shards, 14336, device="meta")
     tensors, shapes = [Tensors(p, p, p)] * (2 * ranks), [(4096, 14336)] * (2 * ranks)
-    steps = schedule("keller_jordan", 5)
-    found = Deal(tensors, shapes, layout, steps, None, None, DEFAULT_WORKSPACE, lambda *_: torch.bfloat16)
+    cut = Cut(schedule("keller_jordan", 5), None, None, DEFAULT_WORKSPACE)
+    found = Deal(tensors, shapes, layout, cut, lambda *_: torch.bfloat16)
     assert [len(bucket.matrices) for bucket in found.buckets] == [ranks, ranks]
     for bucket in found.buckets:
         assert len({matrix.owner for matrix in bucket.matrices}) == ranks

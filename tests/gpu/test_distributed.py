@@ -21,8 +21,9 @@ def test_many_gpus_are_as_exact_as_one(backend):
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs at least two GPUs")
-def test_steps_that_are_replayed():
-    from gpu_checks import replayed_steps
+@pytest.mark.parametrize("check", ["replayed_steps", "replayed_steps_of_shards"])
+def test_steps_that_are_replayed(check):
+    import gpu_checks
     from ranks import run_on_ranks
 
-    run_on_ranks(replayed_steps, min(GPUS, 4), seconds=400.0, backend="cpu:gloo,cuda:nccl")
+    run_on_ranks(getattr(gpu_checks, check), min(GPUS, 4), seconds=400.0, backend="cpu:gloo,cuda:nccl")

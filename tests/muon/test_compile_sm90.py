@@ -90,7 +90,12 @@ for dtype in (tl.float32, tl.bfloat16):
         flags = {"NESTEROV": True, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
         momentum = pointers | {"partial_ptr": "*fp32", "sign": "fp32", "size": "i32", "chunks": "i32"}
         constants = flags | {"BLOCK": stages.CHUNK, "HAS_GRAD": True}
-        check("momentum " + what, stages.momentum_kernel, momentum, constants, sizes, vector, num_warps=8)
+        none = {"update_ptr": None}
+        check("momentum " + what, stages.momentum_kernel, momentum, constants | none, sizes, vector, num_warps=8)
+        sends = {name: kind for name, kind in momentum.items() if name != "partial_ptr"} | {"update_ptr": "*bf16"}
+        none = {"partial_ptr": None}
+        whole = [*sizes, "update_ptr"]
+        check("sent " + what, stages.momentum_kernel, sends, constants | none, whole, vector, num_warps=8)
         places = {"n": "i32", "m": "i32", "stride_xb": "i32", "stride_xn": "i32"}
         pack = pointers | {"norm_ptr": "*fp32", "x_ptr": "*fp16", "sign": "fp32"} | places
         check("pack " + what, stages.pack_kernel, pack, flags | {"TILE": stages.TILE}, [*sizes, "x_ptr"], vector)
@@ -114,5 +119,5 @@ check("neuron norm:", stages.neuron_norm_kernel, neuron, {"BLOCK": 1024}, ["n", 
 def test_every_kernel_compiles_for_hopper_without_spills():
     pytest.importorskip("triton", reason="kernels need triton, which is for Linux only")
     lines = run_uninterpreted(SCRIPT)
-    assert len(lines) == 58
+    assert len(lines) == 62
     assert [line for line in lines if not line.endswith(" ok")] == []
