@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muon.dtensors import is_dtensor, local
-from muon.layout import Bucket, Cut, Deal, Layout, Matrix, layout_of_mesh
+from muon.layout import Bucket, Cut, Deal, Layout, Matrix, layout_of_mesh, wire_dtype
 from muon.matrices import (
     SMALLEST_EPS,
     MatrixMode,
@@ -289,12 +289,6 @@ def _advance(tasks: deque[Iterator[None]]) -> None:
         tasks.popleft()
 
 
-def wire_dtype(tensors: Tensors) -> torch.dtype:
-    """That in which an update goes to its owner: on a GPU one of float32 travels as bfloat16."""
-    dtype = tensors.momentum.dtype
-    return torch.bfloat16 if dtype == torch.float32 and tensors.momentum.device.type != "cpu" else dtype
-
-
 def _are_whole(param: Tensor, layout: Layout, matrix: MatrixMode) -> bool:
     """Whether no mesh dimension cuts a matrix: experts, sharded by experts."""
     is_batch = param.ndim <= 3 if matrix is None else matrix != "flatten"
@@ -319,7 +313,7 @@ class Run:
     neuron_norm: float | None
 
     def stages(self, steps: Sequence[Triple]) -> Iterator[None]:
-        """A step in four stages; between them its collectives are under way."""
+        """A step in as many stages as its layout has; between them its collectives are under way."""
         bucket, layout = self.bucket, self.layout
         self._update_momentum()
         updates, sent = self._to_owners(self._updates())
@@ -337,7 +331,8 @@ class Run:
         parts, sent = self._to_replicas(mine, None)
         row_parts, rows_sent = self._to_replicas(rows, 2) if rows is not None else ([], [])
         del mine, rows
-        yield
+        if layout.replica_group is not None:
+            yield
         _wait(*sent, *rows_sent)
         for replica, matrices in enumerate(bucket.of_replica):
             numbers = self._shares(matrices, row_parts[replica], 2) if row_parts else itertools.repeat(None)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-IN_FLIGHT = 4  # buckets, one in each stage of a step
-
 
 class Layout:
     """Where the ranks of a mesh hold what of a parameter.
@@ -39,6 +37,11 @@ class Layout:
         self.replicas = len(replicas)
         self.shard_group: ProcessGroup | None = None
         self.replica_group: ProcessGroup | None = None
+
+    @property
+    def stages(self) -> int:
+        """Of a bucket's step, and so buckets that are under way at the same time: replicas take one more."""
+        return 4 if self.replicas > 1 else 3
 
     def held(self, shape: Sequence[int], dim: int, shard: int) -> Sequence[int]:
         """Indices along a dimension that a shard has, in ascending order."""
@@ -317,7 +320,7 @@ class Deal:
             whole = tensors[some[0].index]
             iteration = pick_iteration("auto", cut.steps, *some[0].sides, None, uses_triton("auto", whole.param))
             dtype = dtype_of(iteration, whole.param)
-            self.buckets += _buckets(some, whole, layout.replicas, iteration, dtype, cut.workspace)
+            self.buckets += _buckets(some, whole, layout, iteration, dtype, cut.workspace)
         seen: set[int] = set()
         for bucket in self.buckets:
             bucket.finish(layout, seen)
@@ -326,21 +329,27 @@ class Deal:
 def _buckets(
     matrices: Sequence[Matrix],
     tensors: Tensors,
-    replicas: int,
+    layout: Layout,
     iteration: Iteration,
     dtype: torch.dtype,
     workspace: int,
 ) -> Iterator[Bucket]:
-    """Buckets in which each rank has about as much to do, of which ``IN_FLIGHT`` stay within the workspace.
+    """Buckets in which each rank has about as much to do; those under way stay within the workspace together.
 
-    Against the workspace count what an owner holds of each of its matrices, and the parts that every rank gets. A
-    matrix a rank goes in any case, or ranks would wait for each other, unless the parts alone take half of it.
+    One of them is iterated at a time. Of all of them lie there the matrices that a rank owns, as they came or will be
+    sent, its parts of each matrix, and with replicas what those have made of them. A matrix a rank goes in any case, or
+    ranks would wait for each other, unless the parts alone take half of the workspace.
     """
     n, m = matrices[0].sides
-    widest = max(4, tensors.param.dtype.itemsize, tensors.momentum.dtype.itemsize)
-    own_bytes = memory(iteration, n, m, dtype) + 4 * n * m * widest
-    sent_bytes = 2 * widest / replicas if len(matrices[0].regions) > 1 else 0  # of parts that go to owners
-    part_bytes = (dtype.itemsize + sent_bytes) * max(region.numel() for matrix in matrices for region in matrix.regions)
+    if uses_triton("auto", tensors.param):
+        itemsize, copies = max(wire_dtype(tensors).itemsize, dtype.itemsize), 1
+    else:  # in plain torch the norm takes a copy of the matrices, and one in float32
+        itemsize, copies = max(4, tensors.param.dtype.itemsize, tensors.momentum.dtype.itemsize), 3
+    largest_part = max(region.numel() for matrix in matrices for region in matrix.regions)
+    is_sharded, is_replicated = len(layout.shards) > 1, layout.replicas > 1
+    part_bytes = largest_part * (is_sharded * itemsize / layout.replicas + is_replicated * dtype.itemsize)
+    message_bytes = is_sharded * n * m * itemsize
+    own_bytes = memory(iteration, n, m, dtype) + copies * n * m * itemsize + layout.stages * message_bytes
     turns: dict[tuple[int, int], int] = {}
     ordered = []
     for matrix in matrices:
@@ -349,10 +358,16 @@ def _buckets(
     bucket, first_turn = Bucket((n, m), iteration, dtype), 0
     for turn, _, matrix in sorted(ordered, key=lambda entry: entry[:2]):
         parts = (len(bucket.matrices) + 1) * part_bytes
-        needed = (turn - first_turn + 1) * own_bytes + parts
-        is_full = parts > workspace / 2 or (turn > first_turn and needed > workspace / IN_FLIGHT)
+        needed = (turn - first_turn + 1) * own_bytes + layout.stages * parts
+        is_full = parts > workspace / 2 or (turn > first_turn and needed > workspace)
         if bucket.matrices and is_full:
             yield bucket
             bucket, first_turn = Bucket((n, m), iteration, dtype), turn
         bucket.matrices.append(matrix)
     yield bucket
+
+
+def wire_dtype(tensors: Tensors) -> torch.dtype:
+    """That in which an update goes to its owner: on a GPU one of float32 travels as bfloat16."""
+    dtype = tensors.momentum.dtype
+    return torch.bfloat16 if dtype == torch.float32 and tensors.momentum.device.type != "cpu" else dtype

@@ -7,8 +7,8 @@ runs them from Python. Of each bucket there are three segments:
     B  the matrices that it owns, from all their parts: norm, iteration, and their parts again, to be sent back
     C  apply this rank's parts
 
-Parts lie one after the other, each as its parameter's rows do. What a bucket sends and receives lies in one of
-``IN_FLIGHT`` slots of the buffer: bucket i + IN_FLIGHT begins after bucket i has ended.
+Parts lie one after the other, each as its parameter's rows do. What a bucket sends and receives lies in one of as many
+slots of the buffer as there are stages, since a bucket ends before the one that comes so many later begins.
 """
 
 import itertools
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon.distributed import all_gather, overlapped, wire_dtype
+from muon.distributed import all_gather, overlapped
 from muon.kernels import stages
-from muon.layout import IN_FLIGHT, Bucket, Layout, Matrix
+from muon.layout import Bucket, Layout, Matrix, wire_dtype
 from muon.matrices import Tensors
 from muon.newton_schulz import iterate, operations
 from muon.plan import has_aligned_rows
@@ -93,7 +93,7 @@ class ShardedPlan(Segments):
 
     @property
     def buffer_bytes(self) -> int:
-        return IN_FLIGHT * self._slot_bytes()
+        return self.layout.stages * self._slot_bytes()
 
     def _slot_bytes(self) -> int:
         """Never 0, so that a rank which has no part in anything has slots too."""
@@ -116,9 +116,9 @@ class ShardedPlan(Segments):
 
     def _segments(self, buffer: Tensor) -> list[Callable[[], None] | None]:
         """A of each bucket, B of each, C of each."""
-        slots = buffer[: self.buffer_bytes].view(IN_FLIGHT, -1)
+        slots = buffer[: self.buffer_bytes].view(self.layout.stages, -1)
         count = len(self.buckets)
-        self.messages = [self._messages(i, slots[i % IN_FLIGHT]) for i in range(count)]
+        self.messages = [self._messages(i, slots[i % len(slots)]) for i in range(count)]
         holds = [any(self.parts[i]) for i in range(count)]
         return [
             *(partial(self._update_momentum, i) if holds[i] else None for i in range(count)),
@@ -165,9 +165,10 @@ class ShardedPlan(Segments):
         works = self._exchange(i, messages.mine[: sum(to)], messages.from_owner, to, by)
         yield
         wait(works)
-        works = self._to_replicas(messages)
-        yield
-        wait(works)
+        if self.layout.replica_group is not None:
+            works = self._to_replicas(messages)
+            yield
+            wait(works)
         self.segments[2 * count + i]()
 
     def _exchange(self, i: int, received: Tensor, sent: Tensor, by: list[int], to: list[int]) -> list[Any]:
@@ -177,8 +178,6 @@ class ShardedPlan(Segments):
 
     def _to_replicas(self, messages: Messages) -> list[Any]:
         group = self.layout.replica_group
-        if group is None:
-            return []
         if messages.gathered is not None:
             return [all_gather(messages.gathered, messages.mine, group=group, async_op=True)]
         return [

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from muon import distributed, segments, sharded_plan
 from muon import optimizer as optimizer_module
+from muon.newton_schulz import memory
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 SHAPES = {name: shape for name, shape in ALL.items() if name != "stored"}
@@ -157,6 +158,23 @@ def a_rank_that_replays_beside_one_that_does_not(rank: int) -> None:
         expected, _ = trained(lambda tensor: tensor)
         for name, p in expected.items():
             torch.testing.assert_close(whole(params[name].detach()), p.detach(), rtol=2e-5, atol=2e-6)
+
+
+@check
+def a_buffer_within_the_workspace(rank: int) -> None:
+    """Together with what the iteration needs; a bucket's messages lie where those of one that has ended lay."""
+    shapes = {f"matrix{i}": (16, 16) for i in range(40)}
+    for sizes, placements in (((4,), (Shard(0),)), ((2, 2), (Replicate(), Shard(0)))):
+        place = on(init_device_mesh("cpu", sizes), *placements)
+        for workspace in (40_000, None):
+            params, optimizer = trained(place, shapes=shapes, workspace=workspace)
+            (plan,) = plans_of(optimizer)
+            assert (len(plan.buckets) > plan.layout.stages) == (workspace is not None)
+            own = max(len(bucket.own) for bucket in plan.buckets)
+            buffer = optimizer._engine.buffers[torch.device("cpu")]
+            assert len(buffer) == plan.buffer_bytes
+            assert workspace is None or len(buffer) + own * memory("standard", 16, 16, torch.float32) <= workspace
+            assert_same_as_alone(params, optimizer, shapes=shapes)
 
 
 @check

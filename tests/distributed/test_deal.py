@@ -92,7 +92,7 @@ def test_whole_matrices_stay_where_they_are():
 
 @pytest.mark.parametrize(("replicas", "shards"), [(8, 1), (1, 8), (2, 4), (1, 64)])
 def test_large_matrices_keep_every_rank_busy(replicas, shards):
-    """Of matrices that need more than a quarter of the workspace each rank still has one in each bucket."""
+    """Of matrices that fill the workspace each rank still has one in each bucket."""
     layout, ranks = mesh(replicas, shards), replicas * shards
     p = torch.empty(4096 // shards, 14336, device="meta")
     tensors, shapes = [Tensors(p, p, p)] * (2 * ranks), [(4096, 14336)] * (2 * ranks)
