@@ -25,6 +25,7 @@ from examples.gpt.cli import ArgumentParser, UserError, positive_int, run
 from examples.gpt.measure import milliseconds
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS, Preset
+from examples.gpt.ranks import ALONE, Ranks
 from examples.gpt.speed import flops_per_token, peak_flops
 
 VARIANTS = [("muon", "flash"), ("adamw", "flash"), ("muon", "sdpa"), ("adamw", "sdpa")]
@@ -34,14 +35,22 @@ BASELINE = ("adamw", "sdpa")
 class Trainer:
     """One variant: its model, its optimizer, and the step it is at."""
 
-    def __init__(self, preset: Preset, optimizer: str, attention: str, corpus: data.Data, device: torch.device) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        optimizer: str,
+        attention: str,
+        corpus: data.Data,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         torch.manual_seed(0)
         self.before = allocated(device)
-        self.preset, self.corpus, self.device = preset, corpus, device
+        self.preset, self.corpus, self.device, self.ranks = preset, corpus, device, ranks
         self.variant = (optimizer, attention)
         model = GPT(**train.model_shape(preset, attention)).to(device)
-        self.model = torch.compile(model) if preset.compile else model
-        self.optimizer = train.make_optimizer(model, preset, optimizer)
+        self.model = ranks.wrap(torch.compile(model) if preset.compile else model)
+        self.optimizer = train.make_optimizer(model, preset, optimizer, ranks)
         self.scheduler = train.make_scheduler(self.optimizer, preset)
         self.flops_per_token = flops_per_token(model, preset.layers, preset.width, preset.context)
         self.step = 0
@@ -52,7 +61,7 @@ class Trainer:
     def batch(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         context = self.preset.context
         batch = data.training_batch(self.corpus.train, tokens // context, context, seed=0, step=self.step)
-        return data.to_device(batch, self.device)
+        return data.to_device(self.ranks.part(batch), self.device)
 
     def train(self, tokens: int, steps: int) -> None:
         preset = self.preset
@@ -62,9 +71,9 @@ class Trainer:
             )
             self.step += 1
 
-    def warm_up(self, steps: int) -> None:
+    def warm_up(self, tokens: int, steps: int) -> None:
         """Compile, create the optimizer's state, and see how much memory stays allocated."""
-        self.train(self.preset.batch * self.preset.context, steps)
+        self.train(tokens, steps)
         self.resident_bytes = allocated(self.device) - self.before
 
     def time_round(self, tokens: int, steps: int) -> None:
@@ -126,7 +135,7 @@ def measure(
     for optimizer, attention in VARIANTS:
         print(f"compiling and warming up {optimizer} + {attention}", file=sys.stderr, flush=True)
         trainers.append(Trainer(preset, optimizer, attention, corpus, device))
-        trainers[-1].warm_up(steps)
+        trainers[-1].warm_up(preset.batch * preset.context, steps)
     for number in tokens:
         for _ in range(rounds):
             for trainer in trainers:

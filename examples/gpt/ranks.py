@@ -38,7 +38,7 @@ class Ranks:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model, with gradients that are the mean over all processes."""
-        return DistributedDataParallel(model) if self.size > 1 else model
+        return DistributedDataParallel(model, gradient_as_bucket_view=True) if self.size > 1 else model
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's, on all of them, whatever it is."""

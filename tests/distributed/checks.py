@@ -7,6 +7,8 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +31,11 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import SelfAttention
-from benchmarks import distributed_step
+from benchmarks import distributed_step, distributed_training
 from benchmarks.distributed_model import elements_of_a_reduction, elements_sent
+from examples.gpt import data
+from examples.gpt.presets import PRESETS
+from examples.gpt.ranks import Ranks
 from muon import Muon, QKClip, distributed, layout
 from muon import optimizer as optimizer_module
 from muon.rounding import join
@@ -563,3 +568,25 @@ def benchmark_of_a_step(rank: int) -> None:
     rows = distributed_step.measure("small", [(24, 8), (8, 8)], torch.float32, torch.device("cpu"), rounds=2)
     assert [row["layout"] for row in rows] == ["torch", "alone", "DDP", "FSDP", "HSDP"]
     assert all(0 < row["lowest_ms"] <= row["ms"] and row["ranks"] == 4 for row in rows)
+
+
+@check
+def benchmark_of_training(rank: int) -> None:
+    """The same steps by all and by one, and so the same losses; the first process has the figures of both."""
+    preset = replace(PRESETS["cpu"], layers=1, heads=2, width=16, context=16, batch=4, dtype="float32")
+    corpus = data.load(ROOT / "README.md", preset.context)
+    ranks = Ranks(rank, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_training, "TOKENS_A_TURN", 512)
+        measured = partial(distributed_training.measure, preset, corpus, torch.device("cpu"), ranks)
+        rows = measured(tokens=[256, 512], rounds=2)
+    if rank:
+        assert [row["gpus"] for row in rows] == [4] * 4
+        return
+    assert [row["gpus"] for row in rows] == [1, 4] * 4
+    assert [row["step"] for row in rows] == [4, 4, 6, 6, 7, 7, 8, 8]
+    for one, shared in zip(rows[::2], rows[1::2], strict=True):
+        assert math.isclose(one["loss"], shared["loss"], rel_tol=1e-4)
+    table = distributed_training.medians(rows)
+    assert [(row["tokens_per_step"], row["gpus"]) for row in table] == [(256, 1), (256, 4), (512, 1), (512, 4)]
+    assert all(row["times_one"] == 1 for row in table[::2])
