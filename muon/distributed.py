@@ -45,6 +45,7 @@ from muon.polynomials import Triple
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from muon.segments import Segments
 
@@ -93,18 +94,13 @@ class Engine:
         One all-reduce of a few bytes for each mesh, or for each dimension of it, and none for parameters that are this
         rank's alone. With a group that has a backend for the CPU no GPU is waited for.
         """
-        asked: dict[tuple[Any, ...], list[Tensor]] = {}
+        asked: dict[Any, list[Tensor]] = {}
         for p in params:
-            if is_dtensor(p):
-                mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-                groups = tuple(mesh.get_group(d) for d in range(mesh.ndim) if mesh.size(d) > 1)
-            else:
-                groups = () if self.group is None else (self.group,)
-            asked.setdefault(groups, []).append(p)
-        found = {id(p) for p in asked.pop((), []) if p.grad is not None}
-        for groups, some in asked.items():
+            asked.setdefault(p.device_mesh if is_dtensor(p) else self.group, []).append(p)  # type: ignore[attr-defined]
+        found = {id(p) for p in asked.pop(None, []) if p.grad is not None}
+        for key, some in asked.items():
             present = torch.tensor([p.grad is not None for p in some], dtype=torch.uint8, device="cpu")
-            for group in groups:
+            for group in (key,) if key is self.group else _groups(key):
                 device = "cpu" if "cpu" in dist.get_backend_config(group) else local(some[0]).device
                 present = present.to(device)
                 dist.all_reduce(present, dist.ReduceOp.MIN, group=group)
@@ -249,6 +245,10 @@ class Engine:
         """Memory of a graph recorded before on this device: none runs while another does, so all may use the same."""
         plans = (plan for plan in self.plans.values() if plan is not None and plan.device == device)
         return next((plan.graphs[0].pool() for plan in plans if plan.graphs), None)
+
+
+def _groups(mesh: "DeviceMesh") -> "list[ProcessGroup]":
+    return [mesh.get_group(d) for d in range(mesh.ndim) if mesh.size(d) > 1]
 
 
 def _keep(recent: dict[object, Any], key: object, value: Any) -> None:

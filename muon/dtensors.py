@@ -11,11 +11,10 @@ from muon.matrices import MatrixMode, column_dims, shape_of_rows
 
 
 def is_dtensor(tensor: object) -> bool:
-    if type(tensor) in (Tensor, Parameter) or "torch.distributed.tensor" not in sys.modules:
+    if type(tensor) in (Tensor, Parameter):
         return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # an import statement here would cost more than all the rest
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:

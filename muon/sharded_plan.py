@@ -200,20 +200,20 @@ class ShardedPlan(Segments):
                 )  # fmt: skip
 
     def _orthogonalize(self, i: int) -> None:
-        """Wide matrices first, each kind as its parameters' rows lie: an exchange of rows is one copy."""
+        """Wide matrices first. Before and after, each lies as its parameter does, so that rows are copied in one."""
         bucket, messages, ops = self.buckets[i], self.messages[i], operations(use_triton=True)
         (n, m), own = bucket.sides, bucket.own
         X = ops.allocate(len(own), n, m, messages.at_owner, bucket.dtype)
-        kinds = [[k for k, matrix in enumerate(own) if matrix.is_tall == is_tall] for is_tall in (False, True)]
-        start = 0
-        for kind in kinds:
+        wide, tall = ([k for k, matrix in enumerate(own) if matrix.is_tall == is_tall] for is_tall in (False, True))
+        for kind, part in ((wide, X[: len(wide)]), (tall, X[len(wide) :])):
             if kind:
                 G = messages.at_owner.new_empty(len(kind), own[kind[0]].rows, own[kind[0]].cols)
                 torch._foreach_copy_(*self._pairs(bucket, dict(zip(kind, G, strict=True)), messages.at_owner))
-                ops.normalize(G, X[start : start + len(kind)], self.eps)
-                start += len(kind)
-        X = iterate(X, self.steps, bucket.iteration, ops)[:, :n, :m]
-        made = {k: own[k].oriented(wide) for k, wide in zip(itertools.chain(*kinds), X, strict=True)}
+                ops.normalize(G, part, self.eps)
+        X = iterate(X, self.steps, bucket.iteration, ops)
+        made = dict(zip(wide, X[: len(wide), :n, :m], strict=True))
+        if tall:
+            made |= zip(tall, stages.transposed(X[len(wide) :], n, m), strict=True)
         regions, sent = self._pairs(bucket, made, messages.from_owner)
         torch._foreach_copy_(sent, regions)
 

@@ -159,6 +159,20 @@ def pack_kernel(
 
 
 @triton.jit
+def transpose_kernel(x_ptr, out_ptr, n, m, stride_xb, stride_xn, TILE: tl.constexpr):
+    """out (batch, m, n) = Xᵀ of each matrix, a (TILE, TILE) tile of it."""
+    num_pid_m = tl.cdiv(m, TILE)
+    matrix = (tl.program_id(0) // (tl.cdiv(n, TILE) * num_pid_m)).to(tl.int64)
+    offs_n = tl.program_id(0) // num_pid_m % tl.cdiv(n, TILE) * TILE + tl.arange(0, TILE)
+    offs_m = tl.program_id(0) % num_pid_m * TILE + tl.arange(0, TILE)
+    mask = (offs_n < n)[:, None] & (offs_m < m)[None, :]
+    x_ptr += matrix * stride_xb
+    x = tl.load(x_ptr + offs_n[:, None].to(tl.int64) * stride_xn + offs_m[None, :], mask=mask)
+    out_ptr += matrix * n * m
+    tl.store(out_ptr + offs_m[:, None].to(tl.int64) * n + offs_n[None, :], tl.trans(x), mask=tl.trans(mask))
+
+
+@triton.jit
 def neuron_kernel(
     table_ptr, x_ptr, squares_ptr,
     beta2,
@@ -307,6 +321,16 @@ def normalize(G: Tensor, X: Tensor, eps: float) -> None:
     flags = {"HAS_GRAD": False, "NESTEROV": False, "ALIGNED": aligned, "GRAD_DTYPE": dtype, "MOMENTUM_DTYPE": dtype}
     with torch.cuda.device_of(G):
         _pack(table, table, X, sides, eps, 1.0, **flags)
+
+
+def transposed(X: Tensor, n: int, m: int) -> Tensor:
+    """(batch, m, n), contiguous, of X (batch, n', m') without its padding."""
+    out = X.new_empty(len(X), m, n)
+    with torch.cuda.device_of(X):
+        transpose_kernel[(triton.cdiv(n, TILE) * triton.cdiv(m, TILE) * len(X),)](
+            X, out, n, m, X.stride(0), X.stride(1), TILE=TILE
+        )
+    return out
 
 
 def _pack(
