@@ -148,30 +148,23 @@ class Engine:
         what this rank holds.
         """
         shapes = tuple(whole.param.shape for whole in tensors)
-        cut = Cut(steps, matrix, split, workspace or DEFAULT_WORKSPACE)
+        cut = Cut(steps, matrix, split, workspace or DEFAULT_WORKSPACE, dtype_of)
         scalars: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         parts = [whole.map(local) if is_dtensor(whole.param) else whole for whole in tensors]
         planned = planned and not _is_capturing(parts[0].param)
-        plan = self._plan(parts, shapes, layout, cut, dtype_of, **options) if planned else None
+        plan = self._plan(parts, shapes, layout, cut, **options) if planned else None
         if plan is not None:
             plan.step(parts, self._buffer(plan), lr_factor, **scalars, pool=self._pool(plan.device))
             return
         for whole in tensors:
             check_shapes(whole, matrix)
-        buckets = self._deal(parts, shapes, layout, cut, dtype_of).buckets
+        buckets = self._deal(parts, shapes, layout, cut).buckets
         overlapped(Run(bucket, layout, parts, lr_factor, **scalars, **options).stages(steps) for bucket in buckets)
 
-    def _deal(
-        self,
-        tensors: Sequence[Tensors],
-        shapes: Sequence[Sequence[int]],
-        layout: Layout,
-        cut: Cut,
-        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
-    ) -> Deal:
+    def _deal(self, tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut) -> Deal:
         dtypes = tuple(tuple(None if t is None else t.dtype for t in whole) for whole in tensors)
         key = (id(layout), shapes, dtypes, cut.key())
-        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, cut, dtype_of)
+        found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, cut)
         _keep(self.deals, key, found)
         return found
 
@@ -181,7 +174,6 @@ class Engine:
         shapes: Sequence[Sequence[int]],
         layout: Layout,
         cut: Cut,
-        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
         **options: Any,
     ) -> "Segments | None":
         described = tuple(
@@ -193,42 +185,10 @@ class Engine:
             if _can_plan(tensors):
                 for whole in tensors:
                     check_shapes(whole, cut.matrix)
-                make = self._shared_plan if len(layout.shards) == 1 else self._sharded_plan
-                self.plans[key] = make(tensors, shapes, layout, cut, dtype_of, **options)
+                self.plans[key] = _make_plan(tensors, shapes, layout, cut, **options)
         plan = self.plans.pop(key)
         _keep(self.plans, key, plan)
         return plan
-
-    def _shared_plan(
-        self,
-        tensors: Sequence[Tensors],
-        shapes: Sequence[Sequence[int]],
-        layout: Layout,
-        cut: Cut,
-        _: Callable[[Iteration, Tensor], torch.dtype],
-        **options: Any,
-    ) -> "Segments | None":
-        from muon.shared_plan import SharedPlan, shared_buckets
-
-        buckets = shared_buckets(tensors, shapes, layout, cut)
-        return SharedPlan(tensors, buckets, layout, cut.steps, **options) if buckets else None
-
-    def _sharded_plan(
-        self,
-        tensors: Sequence[Tensors],
-        shapes: Sequence[Sequence[int]],
-        layout: Layout,
-        cut: Cut,
-        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
-        **options: Any,
-    ) -> "Segments | None":
-        """NorMuon's norms, columns as rows, and shards in stripes are for ``Run``; so may one rank decide alone."""
-        from muon.sharded_plan import ShardedPlan, can_plan
-
-        if options["neuron_norm"] is not None or cut.matrix == "transposed":
-            return None
-        buckets = Deal(tensors, shapes, layout, cut, dtype_of).buckets
-        return ShardedPlan(tensors, buckets, layout, cut.steps, **options) if all(map(can_plan, buckets)) else None
 
     def _buffer(self, plan: "Segments") -> Tensor:
         """Bytes, at least as many as the plan needs. What others have recorded with a smaller one is void."""
@@ -280,6 +240,18 @@ def overlapped(tasks: Iterable[Iterator[None]]) -> None:
         _advance(under_way)
     while under_way:
         _advance(under_way)
+
+
+def _make_plan(
+    tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut, **options: Any
+) -> "Segments | None":
+    if len(layout.shards) == 1:
+        from muon.shared_plan import plan_shared
+
+        return plan_shared(tensors, shapes, layout, cut, **options)
+    from muon.sharded_plan import plan_sharded
+
+    return plan_sharded(tensors, shapes, layout, cut, **options)
 
 
 def _advance(tasks: deque[Iterator[None]]) -> None:

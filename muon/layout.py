@@ -271,12 +271,16 @@ class Bucket:
 
 
 class Cut(NamedTuple):
-    """What decides, beside shapes, into which matrices and buckets parameters are cut."""
+    """What decides, beside shapes, into which matrices and buckets parameters are cut.
+
+    ``dtype_of``: that of the iteration of such a parameter.
+    """
 
     steps: Sequence[Triple]
     matrix: MatrixMode
     split: Split
     workspace: int
+    dtype_of: Callable[[Iteration, Tensor], torch.dtype]
 
     def key(self) -> tuple[object, ...]:
         return repr(self.steps), self.matrix, repr(self.split), self.workspace
@@ -311,7 +315,6 @@ class Deal:
         shapes: Sequence[Sequence[int]],
         layout: Layout,
         cut: Cut,
-        dtype_of: Callable[[Iteration, Tensor], torch.dtype],
     ) -> None:
         matrices = matrices_of_all(tensors, shapes, layout, cut)
         self.loads = deal(matrices, layout.replicas, len(layout.shards))
@@ -319,7 +322,7 @@ class Deal:
         for some in alike(matrices, tensors):
             whole = tensors[some[0].index]
             iteration = pick_iteration("auto", cut.steps, *some[0].sides, None, uses_triton("auto", whole.param))
-            dtype = dtype_of(iteration, whole.param)
+            dtype = cut.dtype_of(iteration, whole.param)
             self.buckets += _buckets(some, whole, layout, iteration, dtype, cut.workspace)
         seen: set[int] = set()
         for bucket in self.buckets:

@@ -32,10 +32,9 @@ class Segments(Tables):
         maximize: bool,
         eps: float,
         cautious: bool,
-        neuron_norm: float | None,
     ) -> None:
         self.nesterov, self.maximize, self.eps = nesterov, maximize, max(eps, SMALLEST_EPS)
-        self.cautious, self.neuron_norm = cautious, neuron_norm
+        self.cautious = cautious
         self.matrices = matrices
         self.shapes = sorted({(matrix.rows, matrix.cols) for matrix in matrices})
         self.shape_factors: list[float] = []

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from muon.distributed import all_gather, overlapped
 from muon.kernels import stages
-from muon.layout import Bucket, Layout, Matrix, wire_dtype
+from muon.layout import Bucket, Cut, Deal, Layout, Matrix, wire_dtype
 from muon.matrices import Tensors
 from muon.newton_schulz import iterate, operations
 from muon.plan import has_aligned_rows
@@ -56,12 +56,6 @@ class Messages(NamedTuple):
     mine: Tensor
     by_replica: list[Tensor]  # each replica's part of the work, this rank's shard of it
     gathered: Tensor | None  # all of them, padded; None: each is broadcast
-
-
-def can_plan(bucket: Bucket) -> bool:
-    """Whether all that this rank sends to others, or that they send to it, is a block of rows and columns."""
-    indices = (index for matrix in bucket.matrices for region in matrix.regions for index in region[:2])
-    return all(isinstance(index, slice) for index in indices)
 
 
 class ShardedPlan(Segments):
@@ -238,6 +232,19 @@ class ShardedPlan(Segments):
                     *self._rows(parts.rows), parts.of(made), parts.shape, whole.param.dtype,
                     aligned=self._is_aligned(parts), cautious=self.cautious, has_remainder=whole.remainder is not None,
                 )  # fmt: skip
+
+
+def plan_sharded(
+    tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut, **options: Any
+) -> ShardedPlan | None:
+    """None where ``muon.distributed.Run`` has to: NorMuon's norms, columns for rows, shards in stripes."""
+    if options.pop("neuron_norm") is not None or cut.matrix == "transposed":
+        return None
+    buckets = Deal(tensors, shapes, layout, cut).buckets
+    regions = (region for bucket in buckets for matrix in bucket.matrices for region in matrix.regions)
+    if not all(isinstance(index, slice) for region in regions for index in (region.rows, region.cols)):
+        return None
+    return ShardedPlan(tensors, buckets, layout, cut.steps, **options)
 
 
 def _runs(shapes: Sequence[tuple[int, int]], first_row: int) -> list[Parts]:

@@ -81,9 +81,11 @@ class SharedPlan(Segments):
         buckets: Sequence[SharedBucket],
         layout: Layout,
         steps: Sequence[Triple],
+        *,
+        neuron_norm: float | None,
         **options: Any,
     ) -> None:
-        self.buckets, self.layout, self.steps = buckets, layout, steps
+        self.buckets, self.layout, self.steps, self.neuron_norm = buckets, layout, steps, neuron_norm
         self.gathered: list[Tensor] = []
         matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
         places = [[*place_of(matrix, tensors[matrix.index]), _is_stored_tall(matrix)] for matrix in matrices]
@@ -179,6 +181,14 @@ def _gathered(bucket: SharedBucket, half: Tensor) -> Tensor:
 
 def _is_stored_tall(matrix: Matrix) -> bool:
     return matrix.rows < matrix.cols if matrix.is_transposed else matrix.is_tall
+
+
+def plan_shared(
+    tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut, **options: Any
+) -> SharedPlan | None:
+    """None where the workspace has no room for what is gathered."""
+    buckets = shared_buckets(tensors, shapes, layout, cut)
+    return SharedPlan(tensors, buckets, layout, cut.steps, **options) if buckets else None
 
 
 def shared_buckets(

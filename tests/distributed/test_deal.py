@@ -96,8 +96,8 @@ def test_large_matrices_keep_every_rank_busy(replicas, shards):
     layout, ranks = mesh(replicas, shards), replicas * shards
     p = torch.empty(4096 // shards, 14336, device="meta")
     tensors, shapes = [Tensors(p, p, p)] * (2 * ranks), [(4096, 14336)] * (2 * ranks)
-    cut = Cut(schedule("keller_jordan", 5), None, None, DEFAULT_WORKSPACE)
-    found = Deal(tensors, shapes, layout, cut, lambda *_: torch.bfloat16)
+    cut = Cut(schedule("keller_jordan", 5), None, None, DEFAULT_WORKSPACE, lambda *_: torch.bfloat16)
+    found = Deal(tensors, shapes, layout, cut)
     assert [len(bucket.matrices) for bucket in found.buckets] == [ranks, ranks]
     for bucket in found.buckets:
         assert len({matrix.owner for matrix in bucket.matrices}) == ranks
