@@ -41,7 +41,17 @@ from .hopper_common import (
     store,
     write,
 )
-from .hopper_schedule import SIZES, count_rounds, key_limits, locate_both, place_of_tile, tile_of_round, walk
+from .hopper_schedule import (
+    SIZES,
+    causal_section,
+    count_rounds,
+    even_section,
+    key_limits,
+    locate_both,
+    place_of_tile,
+    tile_of_round,
+    walk,
+)
 from .hopper_softmax import count_sink, pack, softmax, unpack
 
 
@@ -413,13 +423,6 @@ def forward_kernel(
         )  # fmt: skip
 
 
-def _section(num_heads: int, group: int, bytes_of_keys: int) -> int:
-    """How many heads go together, so that their keys and values stay in L2: in one section, or in an even number."""
-    fitting = max(1, L2_SHARE // bytes_of_keys) * group
-    number = triton.cdiv(num_heads, fitting)
-    return int(triton.cdiv(num_heads, number + number % 2 if number > 1 else 1))
-
-
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, with_max_logits: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -456,13 +459,16 @@ def forward(
     cu_seqlens_q, cu_seqlens_k = (
         None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k)
     )
+    fitting = max(1, L2_SHARE // (2 * seqlen_k * (head_dim + head_dim_v))) * (heads_q // heads_k)
+    programs = min(num_m * num_heads, processors(q.device))
+    is_causal = window_right is not None and not packed
+    section = causal_section(num_heads, fitting, num_m, programs) if is_causal else even_section(num_heads, fitting)
     bounds = {"BOUND_LEFT": window_left is not None, "BOUND_RIGHT": window_right is not None}
     sizes = (
         heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
-        _section(num_heads, heads_q // heads_k, 2 * seqlen_k * (head_dim + head_dim_v)), num_heads,
+        section, num_heads,
         window_left or 0, window_right or 0, num_m * num_heads, scale, options.softcap,
     )  # fmt: skip
-    programs = min(num_m * num_heads, processors(q.device))
     sinks = None if options.sinks is None else options.sinks.contiguous()
     spoiled = None
     if any(bounds.values()) or packed:

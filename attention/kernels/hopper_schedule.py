@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .common import key_tiles, locate
+
+TILE_COST = 0.5  # of what a tile costs beside its keys, in tiles of keys
 
 # A new length or number of heads must not compile a new kernel.
 SIZES = [
@@ -84,3 +90,32 @@ def key_limits(rows, length_q, length_k, problem, BOUND_RIGHT: gl.constexpr):
     if BOUND_RIGHT:
         right = gl.minimum(right, rows + (length_k - length_q + window_right))
     return rows + (length_k - length_q - window_left), right
+
+
+def even_section(num_heads: int, fitting: int) -> int:
+    """How many heads go together: all, or in an even number of sections of those whose keys and values fit into L2."""
+    number = -(-num_heads // fitting)
+    return -(-num_heads // (number + number % 2)) if number > 1 else num_heads
+
+
+@lru_cache(maxsize=1024)
+def causal_section(num_heads: int, fitting: int, num_m: int, programs: int) -> int:
+    """That, or about as many heads as fit whose tiles are whole rounds: where even sections leave some programs with a
+    tile more than others, these may not."""
+    even = even_section(num_heads, fitting)
+    heads_of_rounds = programs // math.gcd(programs, num_m)
+    whole = max(1, round(fitting / heads_of_rounds)) * heads_of_rounds
+    if num_heads <= fitting or whole > 1.1 * fitting:
+        return even
+    return min((even, whole), key=lambda section: most_work(section, num_heads, num_m, programs))
+
+
+def most_work(section: int, num_heads: int, num_m: int, programs: int) -> float:
+    """What the busiest program has, in tiles of keys, if query tile m sees m + 1 of them: a causal mask."""
+    t = torch.arange(num_heads * num_m, device="cpu")
+    number = t // (section * num_m)
+    m = t % (section * num_m) // (num_heads - number * section).clamp(max=section)
+    cost = torch.where((-(-num_heads // section) - number) % 2 == 1, num_m - m, m + 1) + TILE_COST
+    turn = t % programs
+    program = torch.where(t // programs % 2 == 1, programs - 1 - turn, turn)
+    return torch.zeros(programs, device="cpu").index_add_(0, program, cost).max().item()
