@@ -39,7 +39,7 @@ CANDIDATES: dict[str, dict[int, list[Tile]]] = {
     "forward": {
         64: [
             hopper_forward.Tile(*sizes)
-            for sizes in [(3, 128, 3, 160, True), (3, 128, 2, 160, True), (3, 64, 4, 160, True), (2, 128, 3, 240, True)]
+            for sizes in [(3, 128, 3, 160, True), (2, 128, 3, 240, True), (3, 128, 2, 160, True), (3, 64, 4, 160, True)]
         ],
         128: [
             hopper_forward.Tile(*sizes)
@@ -107,7 +107,7 @@ def run_with(tile: Tile, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: An
     """Out of the forward, or dq, dk, dv of the backward; `saved` is out, lse and options."""
     block_d = hopper_common.padded_width(q.shape[3])
     if isinstance(tile, hopper_forward.Tile):
-        with mock.patch.dict(hopper_forward.TILES, {block_d: tile}):
+        with mock.patch.dict(hopper_forward.TILES, {block_d: [tile]}):
             return hopper_forward.forward(q, k, v, saved[-1], False)[:1]
     with mock.patch.dict(hopper_backward.TILES, {block_d: tile}):
         return hopper_backward.backward(do, None, q, k, v, *saved, False)[:3]

@@ -71,7 +71,7 @@ def _attend_carefully(
             k = _load_rows(k_rows, entry, head_k, first_k + start_n, first_k + length_k, d, D, CAREFUL, PART)
             k_turned = gl.convert_layout(k.permute((1, 0)), right_side)
             s = mma_v2(gl.convert_layout(q, left_side), k_turned, s)
-        p, row_max, row_sum, rescale = softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT, True)
+        p, row_max, row_sum, rescale = softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT, True, False)
         v = _load_rows(v_rows, entry, head_k, first_k + start_n, first_k + length_k, 0, DV, CAREFUL, BLOCK_DV)
         is_finite = gl.abs(v.to(gl.float32)) < float("inf")
         spoiled = gl.convert_layout(gl.min(is_finite.to(gl.int32), 1), gl.SliceLayout(0, layout)) == 0

@@ -10,8 +10,13 @@ from .hopper_common import hide_if_greater
 
 
 @gluon.jit
-def softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.constexpr, MASKED: gl.constexpr):
-    """Probabilities relative to the maximum so far, that maximum, the sum, and how much what came before shrinks."""
+def softmax(
+    s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.constexpr, MASKED: gl.constexpr, APART: gl.constexpr
+):
+    """Probabilities relative to the maximum so far, that maximum, the sum, and how much what came before shrinks.
+
+    APART: the sum is in the parts of `sums_of_threads`.
+    """
     layout: gl.constexpr = s.type.layout
     scale, tanh_scale = scales
     if tanh_scale is not None:
@@ -26,7 +31,18 @@ def softmax(s, row_max, row_sum, start_n, limits, scales, BOUND_LEFT: gl.constex
     anchor = gl.where(new_max == -float("inf"), 0.0, new_max) if MASKED else new_max  # -inf - -inf would be NaN
     p = gl.exp2(s * scale - anchor[:, None])
     rescale = gl.exp2(row_max - anchor)
-    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+    if APART:
+        parts = sums_of_threads(p)
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, parts.type.layout))[:, None] + parts
+    else:
+        row_sum = row_sum * rescale + gl.sum(p, 1)
+    return p, new_max, row_sum, rescale
+
+
+@gluon.jit
+def sums_of_threads(p):
+    """(rows, 4): of each row what each of its four threads has, which takes no exchange between them."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit

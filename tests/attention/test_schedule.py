@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="kernels need triton, which is for Linux on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.kernels.hopper_forward import pick_tile
 from attention.kernels.hopper_schedule import (
     TILE_COST,
     causal_section,
@@ -60,3 +61,9 @@ def test_nobody_has_much_more_than_the_others(num_heads, fitting, num_m):
     work, _ = work_of_programs(section, num_heads, num_m, PROGRAMS)
     assert max(work) <= 1.015 * sum(work) / PROGRAMS
     assert section <= 1.1 * fitting
+
+
+@pytest.mark.parametrize(("length", "groups"), [(1, 2), (128, 2), (192, 3), (512, 2), (1024, 2), (1100, 3), (4096, 3)])
+def test_a_third_group_works_where_it_has_queries(length, groups):
+    """At 1024 the sixth tile of 192 queries would have 64; at 4096 it is one of 22."""
+    assert pick_tile(64, length).groups == groups
