@@ -29,18 +29,16 @@ TOKENS_A_TURN = 655_360  # or one step
 
 def measure(
     preset: Preset, corpus: data.Data, device: torch.device, ranks: Ranks, tokens: Sequence[int], rounds: int
-) -> list[dict[str, Any]]:
-    """The first process's figures."""
+) -> Iterator[dict[str, Any]]:
+    """The first process's figures, as they come."""
     trainers = [Trainer(preset, "muon", "flash", corpus, device, some) for some in (ALONE, ranks)]
     for trainer in taking_turns(trainers, ranks):
         trainer.warm_up(tokens[0], steps_of_a_turn(tokens[0]))
-    rows: list[dict[str, Any]] = []
     for number in tokens:
         for _ in range(rounds):
             for trainer in taking_turns(trainers, ranks):
                 trainer.time_round(number, steps_of_a_turn(number))
-                rows.append(row(trainer, number))
-    return rows
+                yield row(trainer, number)
 
 
 def taking_turns(trainers: Sequence[Trainer], ranks: Ranks) -> Iterator[Trainer]:
@@ -102,14 +100,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ranks.size == 1:
             raise UserError("this benchmark is for torchrun --nproc-per-node 2 or more")
         corpus = data.load(None, preset.context)
-        rows = measure(preset, corpus, torch.device("cuda"), ranks, args.tokens, args.rounds)
+        rows = []
+        for row in measure(preset, corpus, torch.device("cuda"), ranks, args.tokens, args.rounds):
+            rows.append(row)
+            if args.csv and ranks.is_first:
+                write_csv(args.csv, rows, setting("distributed_training", argv))
         for row in medians(rows):
             print(
                 "{tokens_per_step:9,} tokens a step, {gpus} GPUs: {step_ms:8.2f} ms, {tokens_per_second:11,.0f} "
                 "tokens/s, {times_one:.3f} times one, losses {losses}".format(**row)
             )
-        if args.csv and ranks.is_first:
-            write_csv(args.csv, rows, setting("distributed_training", argv))
 
 
 if __name__ == "__main__":

@@ -579,7 +579,7 @@ def benchmark_of_training(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed_training, "TOKENS_A_TURN", 512)
         measured = partial(distributed_training.measure, preset, corpus, torch.device("cpu"), ranks)
-        rows = measured(tokens=[256, 512], rounds=2)
+        rows = list(measured(tokens=[256, 512], rounds=2))
     if rank:
         assert [row["gpus"] for row in rows] == [4] * 4
         return
