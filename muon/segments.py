@@ -128,13 +128,6 @@ def round_up(size: int) -> int:
     return -(-size // 512) * 512
 
 
-def wait(works: Sequence[Any]) -> None:
-    """Let the stream wait for collectives."""
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
 def _nothing() -> None:
     pass
 

@@ -1,6 +1,6 @@
 """The Muon step of sharded parameters on GPUs: planned once, then replayed as CUDA graphs between collectives.
 
-The stages, messages and their order are those of ``muon.distributed.Run``, so that a rank may replay while another
+The stages, messages and their order are those of ``muon.exchange.Run``, so that a rank may replay while another
 runs them from Python. Of each bucket there are three segments:
 
     A  momentum of what this rank holds; its parts of the updates, to be sent to the owners
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon.distributed import all_gather, overlapped
+from muon.exchange import all_gather, overlapped, wait
 from muon.kernels import stages
 from muon.layout import Bucket, Cut, Deal, Layout, Matrix, wire_dtype
 from muon.matrices import Tensors
 from muon.newton_schulz import iterate, operations
 from muon.plan import has_aligned_rows
 from muon.polynomials import Triple
-from muon.segments import Segments, place_of, round_up, wait
+from muon.segments import Segments, place_of, round_up
 
 
 class Parts(NamedTuple):
@@ -148,7 +148,7 @@ class ShardedPlan(Segments):
         overlapped(self._stages(i) for i in range(len(self.buckets)))
 
     def _stages(self, i: int) -> Iterator[None]:
-        """As ``muon.distributed.Run.stages``."""
+        """As ``muon.exchange.Run.stages``."""
         bucket, messages, count = self.buckets[i], self.messages[i], len(self.buckets)
         to, by = bucket.counts(self.layout, None)
         self.segments[i]()
@@ -237,7 +237,7 @@ class ShardedPlan(Segments):
 def plan_sharded(
     tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut, **options: Any
 ) -> ShardedPlan | None:
-    """None where ``muon.distributed.Run`` has to: NorMuon's norms, columns for rows, shards in stripes."""
+    """None where ``muon.exchange.Run`` has to: NorMuon's norms, columns for rows, shards in stripes."""
     if options.pop("neuron_norm") is not None or cut.matrix == "transposed":
         return None
     buckets = Deal(tensors, shapes, layout, cut).buckets

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon.distributed import all_gather
+from muon.exchange import all_gather, wait
 from muon.kernels import stages
 from muon.layout import Cut, Layout, Matrix, alike, deal, matrices_of_all
 from muon.matrices import Tensors
 from muon.newton_schulz import Iteration, iterate, memory, operations, pick_dtype, pick_iteration
 from muon.plan import has_aligned_rows
 from muon.polynomials import Triple
-from muon.segments import Segments, place_of, round_up, wait
+from muon.segments import Segments, place_of, round_up
 
 
 class SharedBucket(NamedTuple):

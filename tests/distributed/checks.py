@@ -36,7 +36,7 @@ from benchmarks.distributed_model import elements_of_a_reduction, elements_sent
 from examples.gpt import data
 from examples.gpt.presets import PRESETS
 from examples.gpt.ranks import Ranks
-from muon import Muon, QKClip, distributed, layout
+from muon import Muon, QKClip, exchange, layout
 from muon import optimizer as optimizer_module
 from muon.rounding import join
 
@@ -462,14 +462,14 @@ def bytes_sent(rank: int) -> None:
 def counted():
     """Elements that this rank sends to others in the optimizer's collectives, and the bytes of its all-reduces."""
     sent = {"elements": 0, "bytes": 0, "exchanges": 0}
-    exchange, gather, broadcast, reduce = (
-        dist.all_to_all_single, distributed.all_gather, dist.broadcast, dist.all_reduce,
+    all_to_all, gather, broadcast, reduce = (
+        dist.all_to_all_single, exchange.all_gather, dist.broadcast, dist.all_reduce,
     )  # fmt: skip
 
     def count_exchange(out, given, by, to, group, async_op):
         sent["exchanges"] += 1
         sent["elements"] += sum(to) - to[dist.get_rank(group)]
-        return exchange(out, given, by, to, group=group, async_op=async_op)
+        return all_to_all(out, given, by, to, group=group, async_op=async_op)
 
     def count_gather(out, given, group, async_op):
         sent["elements"] += given.numel() * (dist.get_world_size(group) - 1)
@@ -486,7 +486,7 @@ def counted():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", count_exchange)
-        patch.setattr(distributed, "all_gather", count_gather)
+        patch.setattr(exchange, "all_gather", count_gather)
         patch.setattr(dist, "broadcast", count_broadcast)
         patch.setattr(dist, "all_reduce", count_reduce)
         yield sent
@@ -522,7 +522,7 @@ def die_in_a_step(rank: int) -> None:
     optimizer = make_optimizer(params, dist.group.WORLD)
     train(params, optimizer, range(1))
     if rank == 1:
-        distributed.iterate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        exchange.iterate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     train(params, optimizer, range(1, 3))
 
 
