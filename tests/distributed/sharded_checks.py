@@ -5,6 +5,7 @@ The reference is one process's plan: the same kernels on the same matrices, so t
 
 import traceback
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from models import gradients, make_optimizer, parameters
 from planned_checks import FEW, STEPS
 from planned_checks import SHAPES as ALL
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from muon import distributed, segments, sharded_plan
@@ -186,6 +187,33 @@ def gradients_that_come_and_go(rank: int) -> None:
     params, optimizer = trained(on(init_device_mesh("cpu", (4,)), Shard(0)), shapes=FEW, change=missing)
     assert len(plans_of(optimizer)) == 2
     assert_same_as_alone(params, optimizer, shapes=FEW, change=missing)
+
+
+@check
+def a_gradient_laid_out_otherwise_on_one_rank(rank: int) -> None:
+    def otherwise(step, grads):
+        if rank == 1 and isinstance(grads["tall"], DTensor):
+            grad = grads["tall"]
+            columns = grad.to_local().mT.contiguous().mT
+            size = {"shape": grad.shape, "stride": grad.stride()}
+            grads["tall"] = DTensor.from_local(columns, grad.device_mesh, grad.placements, run_check=False, **size)
+
+    params, optimizer = trained(on(init_device_mesh("cpu", (4,)), Shard(0)), shapes=FEW, change=otherwise)
+    assert (params["tall"].grad.to_local().stride() == (1, 5)) == (rank == 1)
+    assert_planned(optimizer)
+    assert_same_as_alone(params, optimizer, shapes=FEW)
+
+
+@check
+def state_that_was_loaded_lies_elsewhere(rank: int) -> None:
+    params, optimizer = trained(on(init_device_mesh("cpu", (4,)), Shard(0)), shapes=FEW)
+    others, reference = trained(lambda tensor: tensor, shapes=FEW)
+    for some in (optimizer, reference):
+        some.load_state_dict(deepcopy(some.state_dict()))
+        some.step()  # on the last gradients
+    assert_planned(optimizer)
+    for name, p in others.items():
+        assert torch.equal(whole(params[name].detach()), p.detach()), name
 
 
 @check
