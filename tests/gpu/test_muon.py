@@ -172,6 +172,14 @@ def test_hopper_products_are_symmetric_to_the_bit(size):
         assert torch.equal(result, result.mT)
 
 
+@pytest.mark.parametrize(("n", "m"), [(48, 80), (256, 1024), (33, 65), (1, 7)])
+def test_transposition(n, m):
+    from muon.kernels import stages
+
+    X = torch.randn(3, n + 5, m + 7, device="cuda", dtype=torch.float16)
+    assert torch.equal(stages.transposed(X, n, m), X[:, :n, :m].mT)
+
+
 def test_float64_is_float64():
     G = gaussian(2, 96, 160, torch.float64)
     assert error(orthogonalize(G), truth(G, KELLER_JORDAN)) < 1e-12
