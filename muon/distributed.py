@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from muon.segments import Segments
 
-MOST_DEALS = 16
+MOST_DEALS = 16  # and plans, for each group of parameters
 
 
 class Engine:
@@ -53,6 +53,7 @@ class Engine:
 
     def __init__(self, group: "ProcessGroup | None" = None) -> None:
         self.group = group
+        self.groups = 1
         self.layouts: dict[object, Layout] = {}
         self.deals: dict[object, Deal] = {}
         self.plans: dict[object, Segments | None] = {}
@@ -125,6 +126,7 @@ class Engine:
         split: Split,
         workspace: int | None,
         planned: bool,
+        groups: int,
         dtype_of: Callable[[Iteration, Tensor], torch.dtype],
         lr: float | Tensor,
         weight_decay: float,
@@ -135,8 +137,9 @@ class Engine:
 
         ``planned``: by ``muon.shared_plan`` if all ranks hold the whole of everything and its kernels can have it,
         which depends on nothing but what is the same on all ranks; by ``muon.sharded_plan`` if its kernels can have
-        what this rank holds.
+        what this rank holds. ``groups``: those of the optimizer, of which this step is one's.
         """
+        self.groups = groups
         shapes = tuple(whole.param.shape for whole in tensors)
         cut = Cut(steps, matrix, split, workspace or DEFAULT_WORKSPACE, dtype_of)
         scalars: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
@@ -155,7 +158,7 @@ class Engine:
         dtypes = tuple(tuple(None if t is None else t.dtype for t in whole) for whole in tensors)
         key = (id(layout), shapes, dtypes, cut.key())
         found = self.deals.pop(key, None) or Deal(tensors, shapes, layout, cut)
-        _keep(self.deals, key, found)
+        self._keep(self.deals, key, found)
         return found
 
     def _plan(
@@ -177,19 +180,24 @@ class Engine:
                     check_shapes(whole, cut.matrix)
                 self.plans[key] = _make_plan(tensors, shapes, layout, cut, **options)
         plan = self.plans.pop(key)
-        _keep(self.plans, key, plan)
+        self._keep(self.plans, key, plan)
         return plan
+
+    def _keep(self, recent: dict[object, Any], key: object, value: Any) -> None:
+        """The latest comes last. A step of many groups must not evict what the next one begins with."""
+        recent[key] = value
+        if len(recent) > MOST_DEALS * self.groups:
+            del recent[next(iter(recent))]
 
     def _buffer(self, plan: "Segments") -> Tensor:
         """Bytes, at least as many as the plan needs. What others have recorded with a smaller one is void."""
-        buffer = self.buffers.get(plan.device)
-        if buffer is None or len(buffer) < plan.buffer_bytes:
+        if len(self.buffers.get(plan.device, ())) < plan.buffer_bytes:
             for other in self.plans.values():
                 if other is not None and other.device == plan.device:
                     other.forget()
-            buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=plan.device)
-            self.buffers[plan.device] = buffer
-        return buffer
+            self.buffers.pop(plan.device, None)  # before there are two
+            self.buffers[plan.device] = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=plan.device)
+        return self.buffers[plan.device]
 
     def _pool(self, device: torch.device) -> Any:
         """Memory of a graph recorded before on this device: none runs while another does, so all may use the same."""
@@ -199,13 +207,6 @@ class Engine:
 
 def _groups(mesh: "DeviceMesh") -> "list[ProcessGroup]":
     return [mesh.get_group(d) for d in range(mesh.ndim) if mesh.size(d) > 1]
-
-
-def _keep(recent: dict[object, Any], key: object, value: Any) -> None:
-    """The latest comes last."""
-    recent[key] = value
-    if len(recent) > MOST_DEALS:
-        del recent[next(iter(recent))]
 
 
 def _is_capturing(param: Tensor) -> bool:

@@ -46,6 +46,11 @@ def _advance(tasks: deque[Iterator[None]]) -> None:
         tasks.popleft()
 
 
+def is_even(sizes: Sequence[int]) -> bool:
+    """Whether an all-gather, which pads, would gather at most twice what there is."""
+    return max(sizes) * len(sizes) <= 2 * sum(sizes)
+
+
 def wait(works: Iterable[Any]) -> None:
     """Let the stream wait for collectives."""
     for work in works:
@@ -213,7 +218,7 @@ class Run:
             return [mine], []
         sizes = [sum(m.regions[shard].numel(width) for m in matrices) for matrices in self.bucket.of_replica]
         largest = max(sizes)
-        if largest * len(sizes) <= 2 * sum(sizes):
+        if is_even(sizes):
             padded = self._empty(largest, mine.dtype)
             padded[: len(mine)] = mine
             gathered = self._empty(largest * len(sizes), mine.dtype)

@@ -380,8 +380,8 @@ class Muon(Optimizer):
         planned = group["foreach"] is not False and _is_row_major(group)
         tensors, shared = self._engine.divide(tensors, group["matrix"])
         for layout, part in shared.items():
-            options = _planned(_options(group))
-            self._engine.step(part, layout, **scalars, **options, planned=planned, dtype_of=_dtype_of_step)
+            options = _planned(_options(group)) | {"planned": planned, "groups": len(self.param_groups)}
+            self._engine.step(part, layout, **scalars, **options, dtype_of=_dtype_of_step)
         for device, part in _by_device(tensors, planned).items():
             if device is None:
                 muon(part, **scalars, **_options(group))

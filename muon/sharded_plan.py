@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon.exchange import all_gather, overlapped, wait
+from muon.exchange import all_gather, is_even, overlapped, wait
 from muon.kernels import stages
 from muon.layout import Bucket, Cut, Deal, Layout, Matrix, wire_dtype
 from muon.matrices import Tensors
@@ -70,6 +70,7 @@ class ShardedPlan(Segments):
         **options: Any,
     ) -> None:
         self.layout, self.steps, self.buckets = layout, steps, buckets
+        self.counts = [bucket.counts(layout, None) for bucket in buckets]
         self.wholes = [tensors[bucket.matrices[0].index].map(_described) for bucket in buckets]
         held: list[Matrix] = []
         self.parts: list[list[list[Parts]]] = []  # of each bucket, by the replica that makes them
@@ -81,6 +82,10 @@ class ShardedPlan(Segments):
                 held += some
         places = [[*place_of(matrix, tensors[matrix.index]), 0] for matrix in held]
         super().__init__(tensors, held, places, **options)
+
+    def forget(self) -> None:
+        super().forget()
+        self.messages: list[Messages] = []
 
     def _shape(self, matrix: Matrix) -> tuple[int, int]:
         return matrix.regions[self.layout.shard].shape
@@ -101,7 +106,7 @@ class ShardedPlan(Segments):
         is_alone = self.layout.replica_group is None
         mine = sizes[self.layout.replica] if is_alone else max(sizes)
         own = sum(matrix.rows * matrix.cols for matrix in bucket.own) if bucket.is_exchanged else 0
-        gathered = 0 if is_alone else max(sizes) * len(sizes) if _is_even(sizes) else sum(sizes)
+        gathered = 0 if is_alone else max(sizes) * len(sizes) if is_even(sizes) else sum(sizes)
         return tuple(round_up(numel * itemsize) for numel in (mine, own, gathered))  # type: ignore[return-value]
 
     def _sizes(self, i: int) -> list[int]:
@@ -137,7 +142,7 @@ class ShardedPlan(Segments):
         )
         if self.layout.replica_group is None:
             return Messages(*messages, [messages[-1]], None)
-        if _is_even(sizes):
+        if is_even(sizes):
             whole = gathered.view(bucket.dtype)[: max(sizes) * len(sizes)]
             return Messages(*messages[:3], mine[: max(sizes)], list(whole.view(len(sizes), -1)), whole)
         by_replica = list(gathered.view(bucket.dtype)[: sum(sizes)].split(sizes))
@@ -149,8 +154,8 @@ class ShardedPlan(Segments):
 
     def _stages(self, i: int) -> Iterator[None]:
         """As ``muon.exchange.Run.stages``."""
-        bucket, messages, count = self.buckets[i], self.messages[i], len(self.buckets)
-        to, by = bucket.counts(self.layout, None)
+        messages, count = self.messages[i], len(self.buckets)
+        to, by = self.counts[i]
         self.segments[i]()
         works = self._exchange(i, messages.at_owner, messages.to_owners, by, to)
         yield
@@ -237,14 +242,14 @@ class ShardedPlan(Segments):
 def plan_sharded(
     tensors: Sequence[Tensors], shapes: Sequence[Sequence[int]], layout: Layout, cut: Cut, **options: Any
 ) -> ShardedPlan | None:
-    """None where ``muon.exchange.Run`` has to: NorMuon's norms, columns for rows, shards in stripes."""
+    """None where ``muon.exchange.Run`` has to: NorMuon's norms, columns for rows, shards in stripes, no element."""
     if options.pop("neuron_norm") is not None or cut.matrix == "transposed":
         return None
     buckets = Deal(tensors, shapes, layout, cut).buckets
     regions = (region for bucket in buckets for matrix in bucket.matrices for region in matrix.regions)
     if not all(isinstance(index, slice) for region in regions for index in (region.rows, region.cols)):
         return None
-    return ShardedPlan(tensors, buckets, layout, cut.steps, **options)
+    return ShardedPlan(tensors, buckets, layout, cut.steps, **options) if buckets else None
 
 
 def _runs(shapes: Sequence[tuple[int, int]], first_row: int) -> list[Parts]:
@@ -254,11 +259,6 @@ def _runs(shapes: Sequence[tuple[int, int]], first_row: int) -> list[Parts]:
         row = found[-1].rows.stop if found else first_row
         found.append(Parts(range(row, row + len(list(same))), shape, found[-1].stop if found else 0))
     return found
-
-
-def _is_even(sizes: Sequence[int]) -> bool:
-    """Whether an all-gather, which pads, would gather at most twice what there is."""
-    return max(sizes) * len(sizes) <= 2 * sum(sizes)
 
 
 def _described(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muon.exchange import all_gather, wait
+from muon.exchange import all_gather, is_even, wait
 from muon.kernels import stages
 from muon.layout import Cut, Layout, Matrix, alike, deal, matrices_of_all
 from muon.matrices import Tensors
@@ -67,9 +67,7 @@ class SharedBucket(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether an all-gather, which pads, would gather at most twice what there is."""
-        replicas, most, _, _ = self.gathered_shape
-        return replicas * most <= 2 * len(self.matrices)
+        return is_even([len(matrices) for matrices in self.of_replica])
 
 
 class SharedPlan(Segments):
@@ -86,10 +84,13 @@ class SharedPlan(Segments):
         **options: Any,
     ) -> None:
         self.buckets, self.layout, self.steps, self.neuron_norm = buckets, layout, steps, neuron_norm
-        self.gathered: list[Tensor] = []
         matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
         places = [[*place_of(matrix, tensors[matrix.index]), _is_stored_tall(matrix)] for matrix in matrices]
         super().__init__(tensors, matrices, places, **options)
+
+    def forget(self) -> None:
+        super().forget()
+        self.gathered: list[Tensor] = []
 
     @property
     def buffer_bytes(self) -> int:

@@ -17,6 +17,7 @@ from planned_checks import FEW, STEPS
 from planned_checks import SHAPES as ALL
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from muon import distributed, segments, sharded_plan
@@ -214,6 +215,45 @@ def state_that_was_loaded_lies_elsewhere(rank: int) -> None:
     assert_planned(optimizer)
     for name, p in others.items():
         assert torch.equal(whole(params[name].detach()), p.detach()), name
+
+
+@check
+def parameters_without_elements(rank: int) -> None:
+    """Alone in their group they leave no bucket."""
+    shapes = {"empty": (0, 4)}
+    params, optimizer = trained(on(init_device_mesh("cpu", (4,)), Shard(0)), shapes=shapes)
+    assert_same_as_alone(params, optimizer, shapes=shapes)
+
+
+@check
+def as_many_plans_as_groups(rank: int) -> None:
+    """Each is made once, however many groups a step goes through."""
+    original, made = distributed._make_plan, []
+    shapes = {name: SHAPES[name] for name in ("qkv", "blocks", "wide")}  # each in its group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "MOST_DEALS", 1)
+        patch.setattr(distributed, "_make_plan", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs))
+        trained(on(init_device_mesh("cpu", (4,)), Shard(0)), shapes=shapes)
+    assert len(made) == len(shapes)
+
+
+@check
+def a_buffer_that_a_second_group_makes_larger(rank: int) -> None:
+    """Nothing holds on to the smaller one."""
+    original, seen = distributed.Engine._buffer, []
+
+    def watched(engine, plan):
+        buffer = original(engine, plan)
+        seen.append(StorageWeakRef(buffer.untyped_storage()))
+        assert all(ref.cdata == seen[-1].cdata or ref.expired() for ref in seen)
+        return buffer
+
+    shapes = {"qkv": (18, 6), "square": (16, 32)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed.Engine, "_buffer", watched)
+        params, optimizer = trained(on(init_device_mesh("cpu", (4,)), Shard(0)), shapes=shapes)
+    assert seen[0].cdata != seen[1].cdata
+    assert_same_as_alone(params, optimizer, shapes=shapes)
 
 
 @check
