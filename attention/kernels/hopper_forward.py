@@ -249,7 +249,8 @@ def _attend_tile(
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     BLOCK_D: gl.constexpr = k_ring.shape[4]
     BLOCK_DV: gl.constexpr = v_ring.shape[4]
-    rows_s: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     row0 = start_m + WHICH * ROWS
     last, right, full, left = walk(row0, length_q, length_k, problem, all_last, ROWS, BLOCK_N, BOUND_LEFT, BOUND_RIGHT)
@@ -260,7 +261,7 @@ def _attend_tile(
     row_max = gl.full((ROWS,), -float("inf"), gl.float32, rows_s)
     row_sum = gl.zeros((ROWS,), gl.float32, rows_s)
     if TAKE_TURNS:  # where the softmax binds, its four threads add up a row's sums at the end
-        row_sum = sums_of_threads(gl.zeros((ROWS, BLOCK_N), gl.float32, rows_s.parent))
+        row_sum = sums_of_threads(gl.zeros((ROWS, BLOCK_N), gl.float32, layout_s))
     acc = gl.zeros((ROWS, BLOCK_DV), gl.float32, layout)
 
     q = q_tiles.index(buffer).reshape([ROWS, BLOCK_D])
