@@ -66,9 +66,9 @@ def test_costs_are_the_products_of_the_iterations():
             self.operations += A.shape[1] ** 3
             return super().symmetric(A, B, alpha, *terms)
 
-        def update(self, B, X, a):
+        def update(self, B, X, a, out=None):
             self.operations += 2 * X.shape[1] ** 2 * X.shape[2]
-            return super().update(B, X, a)
+            return super().update(B, X, a, out)
 
     n, ratio = 4, 3
     for preset in ("keller_jordan", "converged"):
