@@ -175,7 +175,7 @@ def a_buffer_within_the_workspace(rank: int) -> None:
             assert (len(plan.buckets) > plan.layout.stages) == (workspace is not None)
             own = max(len(bucket.own) for bucket in plan.buckets)
             buffer = optimizer._engine.buffers[torch.device("cpu")]
-            assert len(buffer) == plan.buffer_bytes
+            assert len(buffer) == plan.buffer_bytes == min(plan.layout.stages, len(plan.buckets)) * plan._slot_bytes()
             assert workspace is None or len(buffer) + own * memory("standard", 16, 16, torch.float32) <= workspace
             assert_same_as_alone(params, optimizer, shapes=shapes)
 
