@@ -8,7 +8,8 @@ runs them from Python. Of each bucket there are three segments:
     C  apply this rank's parts
 
 Parts lie one after the other, each as its parameter's rows do. What a bucket sends and receives lies in one of as many
-slots of the buffer as there are stages, since a bucket ends before the one that comes so many later begins.
+slots of the buffer as there are stages, since a bucket ends before the one that comes so many later begins; or in as
+many as there are buckets, where those are fewer.
 """
 
 import itertools
@@ -70,6 +71,7 @@ class ShardedPlan(Segments):
         **options: Any,
     ) -> None:
         self.layout, self.steps, self.buckets = layout, steps, buckets
+        self.slots = min(layout.stages, len(buckets))
         self.counts = [bucket.counts(layout, None) for bucket in buckets]
         self.wholes = [tensors[bucket.matrices[0].index].map(_described) for bucket in buckets]
         held: list[Matrix] = []
@@ -92,7 +94,7 @@ class ShardedPlan(Segments):
 
     @property
     def buffer_bytes(self) -> int:
-        return self.layout.stages * self._slot_bytes()
+        return self.slots * self._slot_bytes()
 
     def _slot_bytes(self) -> int:
         """Never 0, so that a rank which has no part in anything has slots too."""
@@ -115,7 +117,7 @@ class ShardedPlan(Segments):
 
     def _segments(self, buffer: Tensor) -> list[Callable[[], None] | None]:
         """A of each bucket, B of each, C of each."""
-        slots = buffer[: self.buffer_bytes].view(self.layout.stages, -1)
+        slots = buffer[: self.buffer_bytes].view(self.slots, -1)
         count = len(self.buckets)
         self.messages = [self._messages(i, slots[i % len(slots)]) for i in range(count)]
         holds = [any(self.parts[i]) for i in range(count)]

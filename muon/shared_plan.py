@@ -84,6 +84,7 @@ class SharedPlan(Segments):
         **options: Any,
     ) -> None:
         self.buckets, self.layout, self.steps, self.neuron_norm = buckets, layout, steps, neuron_norm
+        self.halves = min(2, len(buckets))
         matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
         places = [[*place_of(matrix, tensors[matrix.index]), _is_stored_tall(matrix)] for matrix in matrices]
         super().__init__(tensors, matrices, places, **options)
@@ -94,13 +95,13 @@ class SharedPlan(Segments):
 
     @property
     def buffer_bytes(self) -> int:
-        """Two halves."""
-        return 2 * max(bucket.gathered_bytes for bucket in self.buckets)
+        """Two halves, of which the only bucket needs one."""
+        return self.halves * max(bucket.gathered_bytes for bucket in self.buckets)
 
     def _segments(self, buffer: Tensor) -> list[Callable[[], None] | None]:
         """A of each bucket, B of each bucket, M."""
-        halves = buffer[: self.buffer_bytes].view(2, -1)
-        self.gathered = [_gathered(bucket, halves[i % 2]) for i, bucket in enumerate(self.buckets)]
+        halves = buffer[: self.buffer_bytes].view(self.halves, -1)
+        self.gathered = [_gathered(bucket, halves[i % self.halves]) for i, bucket in enumerate(self.buckets)]
         filled = list(zip(self.buckets, self.gathered, strict=True))
         iterations = [partial(self._orthogonalize, *each) if self._own(each[0]) else None for each in filled]
         applications = [partial(self._apply, *each) for each in filled]
