@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT ?= 1000
 train: .venv/installed-examples
 	@$(PYTHON) -m examples.train $(ARGS)
 
-test: .venv/installed-dev
+test: .venv/installed-dev .venv/triton-oldest
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
@@ -32,6 +32,10 @@ docs: .venv/installed-docs
 	@echo "installing torch and what $* needs into .venv (once, about a minute)"
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@
+
+# For Linux only, as Triton is.
+.venv/triton-oldest: | .venv/installed-dev
+	@[ "$$(uname)" != Linux ] || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
 clean:
 	rm -rf .venv runs site build *.egg-info

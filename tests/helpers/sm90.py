@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 HELPERS = Path(__file__).parent.parent
 ROOT = HELPERS.parent
+OLDEST_TRITON = ROOT / ".venv" / "triton-oldest"  # where `make test` has put the first that the package supports
 
 
 class Report(NamedTuple):
@@ -94,10 +95,10 @@ def _disassemble(cubin: bytes) -> tuple[list[str], dict[str, int]]:
     return instructions, labels
 
 
-def run_uninterpreted(script: str) -> list[str]:
-    """The lines that a Python script prints, run without Triton's interpreter."""
+def run_uninterpreted(script: str, packages: Path | None = None) -> list[str]:
+    """The lines that a Python script prints, run without Triton's interpreter and with these packages before others."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HELPERS)])
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [*([packages] if packages else []), ROOT, HELPERS]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
