@@ -39,7 +39,13 @@ CANDIDATES: dict[str, dict[int, list[Tile]]] = {
     "forward": {
         64: [
             hopper_forward.Tile(*sizes)
-            for sizes in [(3, 128, 3, 160, True), (2, 128, 3, 240, True), (3, 128, 2, 160, True), (3, 64, 4, 160, True)]
+            for sizes in [
+                (3, 128, 3, 160, True),
+                (4, 64, 6, 112, False),
+                (2, 128, 3, 240, True),
+                (3, 128, 2, 160, True),
+                (3, 64, 4, 160, True),
+            ]
         ],
         128: [
             hopper_forward.Tile(*sizes)

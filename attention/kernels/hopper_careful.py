@@ -2,7 +2,7 @@
 
 NaN and inf in values that not all queries of a tile see: 0 · NaN is NaN, so hidden values reach rows that don't see
 them. The forward's groups mark such rows with an lse of NaN and note whether they had any; here such tiles are done
-once more, slowly. And each head's largest logit, of the queries' largest ones.
+once more, slowly. Then each head's largest logit, of the queries' largest ones, and rows past the last packed sequence.
 """
 
 from __future__ import annotations
@@ -154,6 +154,23 @@ def _repair_group(
             )  # fmt: skip
 
 
+@gluon.jit
+def _clear_rest(out_ptr, lse_ptr, problem, DV: gl.constexpr):
+    """Rows past the last packed sequence, which nobody else writes: zeros and an lse of -inf."""
+    heads_q, _, seqlen_q, _, _, _, num_heads, _, _, cu_q_ptr, _ = problem
+    offs = gl.arange(0, PIECE, gl.BlockedLayout([8], [32], [4], [0]))
+    end = gl.load(cu_q_ptr + num_heads // heads_q)
+    for row in range(end + gl.program_id(0), seqlen_q, gl.num_programs(0)):
+        width = heads_q * DV
+        for first in range(0, width, PIECE):
+            ptr = out_ptr + gl.cast(row, gl.int64) * width + first + offs
+            gl.store(ptr, gl.zeros_like(offs).to(out_ptr.dtype.element_ty), mask=first + offs < width)
+        for first in range(0, heads_q, PIECE):
+            head = first + offs
+            nothing = gl.full([PIECE], -float("inf"), gl.float32, offs.type.layout)
+            gl.store(lse_ptr + head.to(gl.int64) * seqlen_q + row, nothing, mask=head < heads_q)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def finish_kernel(
     q_rows, k_rows, v_rows, out_ptr, lse_ptr, spoiled_ptr, peaks_ptr, max_logits_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
@@ -162,11 +179,14 @@ def finish_kernel(
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
     BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """A program a head, if max_logits are asked for, and, if any may be, one for each group's spoiled tiles."""
+    """A program a head, if max_logits are asked for, and, if any may be, one for each group's spoiled tiles. All of
+    them clear rows past the last sequence."""
     await_previous()
     problem = (
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
     )  # fmt: skip
+    if cu_q_ptr is not None:
+        _clear_rest(out_ptr, lse_ptr, problem, DV)
     number = gl.program_id(0)
     number_of_groups = gl.num_programs(0)
     if max_logits_ptr is not None:

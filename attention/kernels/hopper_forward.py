@@ -3,18 +3,19 @@
 A program has several roles. One warp copies tiles of queries, keys and values into shared memory. GROUPS groups of four
 warps own 64 queries each. A group has the scores of the next tile of keys multiplied and, right behind, the product of
 the last tile's probabilities with its values; its softmax hides behind the others' products (the assembler lets it wait
-for its own values first, docs/lab-notes.md). Where the softmax takes as long as the products (narrow heads), the groups
-take turns. Keys are walked from the last one seen to the first, so that the tiles cut by a causal mask come first.
+for its own values first, docs/lab-notes.md). Where the softmax takes as long as the products (narrow heads), three
+groups take turns. Keys are walked from the last one seen to the first, so that the tiles cut by a causal mask come first.
 
 The portable twin is ``forward.py``; the torch twin is ``attention.reference.tiled_forward``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,6 +54,7 @@ from .hopper_schedule import (
     walk,
 )
 from .hopper_softmax import count_sink, pack, softmax, sums_of_threads, unpack
+from .relaunch import Launch, Relaunches, kind
 
 
 class Tile(NamedTuple):
@@ -64,10 +66,18 @@ class Tile(NamedTuple):
     registers: int  # of a thread of a group
     take_turns: bool
 
+    @property
+    def rows(self) -> int:
+        return self.groups * int(ROWS.value)
+
+    def tiles_for(self, length: int) -> int:
+        """How many hold so many queries."""
+        return -(-length // self.rows)
+
 
 # Keyed by the padded head width, the fastest on long sequences first; found on an H200.
 TILES = {
-    64: [Tile(3, 128, 3, 160, True), Tile(2, 128, 3, 240, True)],
+    64: [Tile(3, 128, 3, 160, True), Tile(4, 64, 6, 112, False)],
     128: [Tile(2, 128, 2, 240, False)],
     256: [Tile(2, 64, 2, 240, False)],
 }
@@ -77,11 +87,8 @@ WORTH = 1.05  # as many rows, those of its last tile without queries included, m
 def pick_tile(block_d: int, length: int) -> Tile:
     """The fastest for so many queries: thirds of 192 fit 4096 well and 1024 badly."""
     fast, *others = TILES[block_d]
-    return next((tile for tile in others if WORTH * _rows(tile, length) < _rows(fast, length)), fast)
-
-
-def _rows(tile: Tile, length: int) -> int:
-    return triton.cdiv(length, tile.groups * int(ROWS.value)) * tile.groups * int(ROWS.value)  # type: ignore[no-any-return]
+    most = fast.rows * fast.tiles_for(length)
+    return next((tile for tile in others if WORTH * tile.rows * tile.tiles_for(length) < most), fast)
 
 
 @gluon.jit
@@ -115,11 +122,11 @@ def _await_buffer(q_empty, done, GROUPS: gl.constexpr, BUFFERS: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, shared, record, problem, num_tiles,
-    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
+    operands, GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, BOUND_LEFT: gl.constexpr,
     BOUND_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Finds the program's tiles one after the other, tells the groups about them and copies what they need."""
+    q_desc, k_desc, v_desc, shared, record, problem, num_tiles = operands
     q_tiles, k_ring, v_ring, _, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = shared
     _, group, _, _, _, _, _, _, _, cu_q_ptr, _ = problem
     BLOCK_M: gl.constexpr = GROUPS * ROWS
@@ -309,11 +316,12 @@ def _attend_tile(
 
 @gluon.jit
 def _attend(
-    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-    GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, DV: gl.constexpr,
-    BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr, WHICH: gl.constexpr,
+    data, GROUPS: gl.constexpr, BUFFERS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    DV: gl.constexpr, BOUND_LEFT: gl.constexpr, BOUND_RIGHT: gl.constexpr, OUT_OVER_Q: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """The queries of group WHICH of all of the program's tiles."""
+    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr = data
     k_ring, v_ring, out_tile = shared[1], shared[2], shared[3].index(WHICH)
     q_full, q_empty = shared[4], shared[5]
     heads_q, seqlen_q, cu_q_ptr = problem[0], problem[2], problem[9]
@@ -397,47 +405,58 @@ def forward_kernel(
         heads_q, group, seqlen_q, seqlen_k, num_m, section, num_heads, window_left, window_right, cu_q_ptr, cu_k_ptr
     )  # fmt: skip
     scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
+    data = (out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr)
+    operands = (q_desc, k_desc, v_desc, shared, record, problem, num_tiles)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0)
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1)
                 )),
-                (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
-                    BOUND_RIGHT,
-                )),
+                (_copy, (operands, GROUPS, BUFFERS, STAGES, BOUND_LEFT, BOUND_RIGHT)),
             ],
             [4, 1],
             [REGISTERS, 24],
+        )  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0)
+                )),
+                (_attend, (
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1)
+                )),
+                (_attend, (
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2)
+                )),
+                (_copy, (operands, GROUPS, BUFFERS, STAGES, BOUND_LEFT, BOUND_RIGHT)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0),
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(0)
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1),
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(1)
                 )),
                 (_attend, (
-                    out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr,
-                    GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2),
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(2)
                 )),
-                (_copy, (
-                    q_desc, k_desc, v_desc, shared, record, problem, num_tiles, GROUPS, BUFFERS, STAGES, BOUND_LEFT,
-                    BOUND_RIGHT,
+                (_attend, (
+                    data, GROUPS, BUFFERS, STAGES, TAKE_TURNS, DV, BOUND_LEFT, BOUND_RIGHT, OUT_OVER_Q, gl.constexpr(3)
                 )),
+                (_copy, (operands, GROUPS, BUFFERS, STAGES, BOUND_LEFT, BOUND_RIGHT)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
         )  # fmt: skip
 
 
@@ -451,60 +470,101 @@ def forward(
         return out[..., : v.shape[-1]].contiguous(), lse, max_logits
     packed = options.cu_seqlens_q is not None
     *batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = v.shape[-3:]
-    allocate = torch.zeros if packed else torch.empty  # nobody writes the rows past the last sequence
-    out = allocate((*batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
+    head_dim_v = v.shape[-1]
+    out = torch.empty((*batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((*batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
+    max_logits = lse.new_empty(heads_q if with_max_logits else 0)
     longest, entries = seqlen_q, q.shape[0]
     result = out
-    if packed:
-        assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
+    if options.cu_seqlens_q is not None:
         longest, entries = options.max_seqlen_q, options.cu_seqlens_q.shape[0] - 1
-        lse.fill_(-torch.inf)
         q, k, v, out = q[None], k[None], v[None], out[None]
-    block_d, block_dv = padded_width(head_dim), padded_width(head_dim_v)
-    tile = pick_tile(max(block_d, block_dv), longest)
-    num_m = triton.cdiv(longest, tile.groups * int(ROWS.value))
-    num_heads = entries * heads_q
-    # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
-    peaks = torch.empty_like(lse) if with_max_logits else None
-    max_logits = lse.new_empty(heads_q if with_max_logits else 0)
+    if longest * entries == 0:
+        return result.zero_(), lse.fill_(-torch.inf), max_logits.fill_(-torch.inf)
     scale = options.scale
     if scale <= 0:  # the kernel takes the maximum of the logits before it scales them, and 0 · -inf is NaN
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     q, k, v = loadable(q), loadable(k), loadable(v)
-    window_left, window_right = options.window_left, options.window_right
-    cu_seqlens_q, cu_seqlens_k = (
-        None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k)
+    cu_seqlens_q, cu_seqlens_k, sinks = (
+        None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k, options.sinks)
     )
-    fitting = max(1, L2_SHARE // (2 * seqlen_k * (head_dim + head_dim_v))) * (heads_q // heads_k)
-    programs = min(num_m * num_heads, processors(q.device))
-    is_causal = window_right is not None and not packed
-    section = causal_section(num_heads, fitting, num_m, programs) if is_causal else even_section(num_heads, fitting)
-    bounds = {"BOUND_LEFT": window_left is not None, "BOUND_RIGHT": window_right is not None}
-    sizes = (
-        heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m,
-        section, num_heads,
-        window_left or 0, window_right or 0, num_m * num_heads, scale, options.softcap,
-    )  # fmt: skip
-    sinks = None if options.sinks is None else options.sinks.contiguous()
+    tile = pick_tile(padded_width(max(head_dim, head_dim_v)), longest)
+    programs = min(tile.tiles_for(longest) * entries * heads_q, processors(q.device))
+    # Each query's largest logit, as its lse; a maximum over a program's would make its warps wait for one another.
+    peaks = torch.empty_like(lse) if with_max_logits else None
     spoiled = None
-    if any(bounds.values()) or packed:
+    if packed or options.window_left is not None or options.window_right is not None:
         spoiled = torch.empty(programs * tile.groups, dtype=torch.int32, device=q.device)
+    inputs = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)
+    tensors = (*inputs, out, lse, spoiled, peaks, max_logits if with_max_logits else None)
+    key = (
+        q.device, tile, longest, scale, options.window_left, options.window_right, options.softcap, with_max_logits,
+        *map(kind, inputs),
+    )  # fmt: skip
     with on_device_of(q):
-        forward_kernel[(programs,)](
+        RELAUNCHES.launch(key, tensors, partial(_plan, options, scale, tile, longest))
+    return result, lse, max_logits
+
+
+RELAUNCHES = Relaunches()
+
+
+def _plan(
+    options: Options,
+    scale: float,
+    tile: Tile,
+    longest: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spoiled: torch.Tensor | None,
+    peaks: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+) -> Iterator[Launch]:
+    """The forward's launches."""
+    entries, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_k, head_dim_v = v.shape
+    if cu_seqlens_q is not None:
+        entries = len(cu_seqlens_q) - 1
+    num_heads = entries * heads_q
+    block_d, block_dv = padded_width(head_dim), padded_width(head_dim_v)
+    num_m = tile.tiles_for(longest)
+    programs = min(num_m * num_heads, processors(q.device))
+    fitting = max(1, L2_SHARE // (2 * seqlen_k * (head_dim + head_dim_v))) * (heads_q // heads_k)
+    is_causal = options.window_right is not None and cu_seqlens_q is None
+    section = causal_section(num_heads, fitting, num_m, programs) if is_causal else even_section(num_heads, fitting)
+    bounds = {"BOUND_LEFT": options.window_left is not None, "BOUND_RIGHT": options.window_right is not None}
+    sizes = (
+        heads_q, heads_q // heads_k, seqlen_q, seqlen_k, num_m, section, num_heads, options.window_left or 0,
+        options.window_right or 0, num_m * num_heads, scale, options.softcap,
+    )  # fmt: skip
+    yield Launch(
+        forward_kernel, programs,
+        (
             describe(q, int(ROWS.value), block_d), describe(k, tile.block_n, block_d),
             describe(v, tile.block_n, block_dv), describe(out, int(ROWS.value), block_dv),
             out, lse, spoiled, peaks, sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
-            DV=head_dim_v, GROUPS=tile.groups, STAGES=tile.stages, TAKE_TURNS=tile.take_turns,
-            REGISTERS=tile.registers, OUT_OVER_Q=min(block_d, block_dv) == 256, num_warps=4, **bounds,
+        ),
+        {
+            "DV": head_dim_v, "GROUPS": tile.groups, "STAGES": tile.stages, "TAKE_TURNS": tile.take_turns,
+            "REGISTERS": tile.registers, "OUT_OVER_Q": min(block_d, block_dv) == 256, "num_warps": 4, **bounds,
+        },
+    )  # fmt: skip
+    tasks = (0 if max_logits is None else heads_q) + (0 if spoiled is None else len(spoiled))
+    if tasks:
+        yield Launch(
+            finish_kernel, tasks,
+            (
+                pointer(q), pointer(k), pointer(v), out, lse, spoiled, peaks, max_logits, sinks, cu_seqlens_q,
+                cu_seqlens_k, *sizes,
+            ),
+            {
+                "D": head_dim, "DV": head_dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "GROUPS": tile.groups,
+                "num_warps": 4, **bounds, **OVERLAPPING,
+            },
         )  # fmt: skip
-        tasks = len(max_logits) + (0 if spoiled is None else len(spoiled))
-        if tasks:
-            finish_kernel[(tasks,)](
-                pointer(q), pointer(k), pointer(v), out, lse, spoiled, peaks, max_logits if with_max_logits else None,
-                sinks, cu_seqlens_q, cu_seqlens_k, *sizes,
-                D=head_dim, DV=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, GROUPS=tile.groups, num_warps=4,
-                **bounds, **OVERLAPPING,
-            )  # fmt: skip
-    return result, lse, max_logits

@@ -63,7 +63,7 @@ def test_nobody_has_much_more_than_the_others(num_heads, fitting, num_m):
     assert section <= 1.1 * fitting
 
 
-@pytest.mark.parametrize(("length", "groups"), [(1, 2), (128, 2), (192, 3), (512, 2), (1024, 2), (1100, 3), (4096, 3)])
-def test_a_third_group_works_where_it_has_queries(length, groups):
+@pytest.mark.parametrize(("length", "groups"), [(1, 3), (192, 3), (193, 4), (512, 4), (1024, 4), (1100, 3), (4096, 3)])
+def test_a_tile_has_few_rows_without_queries(length, groups):
     """At 1024 the sixth tile of 192 queries would have 64; at 4096 it is one of 22."""
     assert pick_tile(64, length).groups == groups
