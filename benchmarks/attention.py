@@ -11,7 +11,8 @@ Variants: "ours" is what backend="auto" runs, "ours_max" the same returning max_
 SDPA's flash and cuDNN backends; FlexAttention; FlashAttention-4 (flash_attn.cute) where it is installed.
 
 A forward counts 4·D operations for each head's visible pair of query and key, a backward 2.5 times that. The column
-matmul_tflops is what torch's product of two random bfloat16 matrices of side 8192 reached in the same process.
+matmul_tflops is what torch's product of two random bfloat16 matrices of side 8192 reached in the same process. While
+the times of the device are taken it is busy until Python has launched all; what Python takes is in columns of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import csv
 import multiprocessing
 import os
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -100,7 +102,7 @@ def ours(batch: int, seqlen: int, mask: str, backend: str, with_max_logits: bool
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if mask == "varlen":
-            packed = (x[0] for x in (q, k, v))
+            packed = (x.squeeze(0) for x in (q, k, v))  # the gradient of x[0] would be copied
             out = flash_attention_varlen(*packed, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
         else:
             out = flash_attention(q, k, v, **options)
@@ -191,20 +193,23 @@ def compile_case(case: tuple[Shape, str]) -> None:
     torch.cuda.synchronize()
 
 
-def milliseconds(function: Callable[[], object]) -> float:
+def milliseconds(function: Callable[[], object]) -> tuple[float, float]:
+    """How long it takes the device, which should be busy until all is launched, and how long Python."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
+    begin = time.perf_counter()
     function()
+    python = 1000 * (time.perf_counter() - begin)
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end), python
 
 
 def matmul_tflops(repeats: int) -> float:
     """The ceiling: a large product of random matrices."""
     torch.manual_seed(0)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = [milliseconds(lambda: a @ b) for _ in range(repeats + 3)]
+    times = [milliseconds(lambda: a @ b)[0] for _ in range(repeats + 3)]
     return round(2 * 8192**3 / statistics.median(times[3:]) / 1e9, 1)
 
 
@@ -213,7 +218,7 @@ def measure(shape: Shape, repeats: int, with_flex: bool) -> list[dict]:
     q, k, v, grad = inputs(shape)
     attends = variants(batch, seqlen, mask, with_flex)
     flush = torch.empty(2**26, device="cuda", dtype=torch.int32)  # writing it empties the L2 cache
-    times: dict[str, tuple[list[float], list[float]]] = {}
+    times: dict[str, list[tuple[float, ...]]] = {}
     for repeat in range(repeats + 3):
         for name, attend in list(attends.items()):
             try:
@@ -229,18 +234,18 @@ def measure(shape: Shape, repeats: int, with_flex: bool) -> list[dict]:
                 del attends[name]
                 continue
             if repeat >= 3:
-                times.setdefault(name, ([], []))[0].append(forward)
-                times[name][1].append(backward)
+                times.setdefault(name, []).append((*forward, *backward))
     operations = 4 * heads * width * visible_pairs(batch, seqlen, mask)
     rows = []
-    for name, (forwards, backwards) in times.items():
-        forward, backward = statistics.median(forwards), statistics.median(backwards)
+    for name, repeated in times.items():
+        forward, forward_python, backward, backward_python = map(statistics.median, zip(*repeated, strict=True))
         rows.append(
             {
                 "batch": batch, "seqlen": seqlen, "heads": heads, "width": width, "mask": mask,
                 "variant": name, "forward_ms": round(forward, 4), "backward_ms": round(backward, 4),
                 "forward_tflops": round(operations / forward / 1e9, 1),
                 "backward_tflops": round(2.5 * operations / backward / 1e9, 1),
+                "forward_python_ms": round(forward_python, 4), "backward_python_ms": round(backward_python, 4),
             }
         )  # fmt: skip
     return rows
@@ -276,7 +281,7 @@ def main() -> None:
     rows = []
     if arguments.append and arguments.csv and arguments.csv.is_file():
         rows = rows_of_other_shapes(arguments.csv, shapes)
-        if rows and "matmul_tflops" not in rows[0]:
+        if rows and "forward_python_ms" not in rows[0]:
             parser.error(f"{arguments.csv} is of an older version of this benchmark and can't be appended to")
     made_by = setting("attention")
     print("# {gpu}, torch {torch}, triton {triton}, bfloat16: `{command}`".format(**made_by))

@@ -72,9 +72,10 @@ def forward_and_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor, grad: 
     """Milliseconds of each; the device is kept busy until Python has launched what is measured."""
     out: list[Tensor] = []
     torch.cuda._sleep(SLEEP_CYCLES)
-    forward = milliseconds(lambda: out.append(attend(q, k, v)))
+    forward, _ = milliseconds(lambda: out.append(attend(q, k, v)))
     torch.cuda._sleep(SLEEP_CYCLES)
-    return forward, milliseconds(lambda: torch.autograd.grad(out[0], (q, k, v), grad))
+    backward, _ = milliseconds(lambda: torch.autograd.grad(out[0], (q, k, v), grad))
+    return forward, backward
 
 
 def report(path: Path, docs: Path = DOCS) -> None:

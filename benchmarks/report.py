@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.report_attention import ratios, short
+from benchmarks.report_attention import in_python, ratios, short
 
 DOCS = Path(__file__).parent.parent / "docs"
 Row = dict[str, str]
@@ -88,6 +88,7 @@ KEYS = {
 # What isn't one table of one file.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "attention_ratios": lambda figures: ratios(rows_of("attention"), figures / "attention.png"),
+    "attention_python": lambda figures: in_python(rows_of("attention")),
     "attention_short": lambda figures: short(rows_of("attention")),
     "optimizer_step_short": lambda figures: steps_beside_each_other(rows_of("optimizer_step")),
     "newton_schulz_short": lambda figures: some_shapes(rows_of("newton_schulz")),

@@ -88,6 +88,21 @@ def cost_of_max_logits(found: Found) -> str:
     return f"`return_max_logits` costs at most {cost:.1%} of a forward ({shape}, {mask})."
 
 
+def in_python(rows: list[Row]) -> str:
+    """Of the causal shapes of 1024 tokens: how long Python takes to launch what takes the device so long."""
+    lines = ["| B, S, H, D | | device, ms | Python, ms |", "|---|---|---|---|"]
+    for (shape, mask), variants in by_shape(rows).items():
+        if mask == "causal" and " 1024," in shape:
+            for name, label in LABELS.items():
+                if name in variants:
+                    cells = (
+                        " / ".join(f"{float(variants[name][f'{which}{suffix}']):.3f}" for which in PASSES)
+                        for suffix in ("_ms", "_python_ms")
+                    )
+                    lines.append(f"| {shape} | {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def short(rows: list[Row]) -> str:
     """For README.md: forward and backward of the causal shapes of 4096 tokens."""
     found = {
