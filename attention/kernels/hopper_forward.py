@@ -4,7 +4,7 @@ A program has several roles. One warp copies tiles of queries, keys and values i
 warps own 64 queries each. A group has the scores of the next tile of keys multiplied and, right behind, the product of
 the last tile's probabilities with its values; its softmax hides behind the others' products (the assembler lets it wait
 for its own values first, docs/lab-notes.md). Where the softmax takes as long as the products (narrow heads), three
-groups take turns. Keys are walked from the last one seen to the first, so that the tiles cut by a causal mask come first.
+groups take turns. Keys are walked from the last one seen to the first: the tiles cut by a causal mask come first.
 
 The portable twin is ``forward.py``; the torch twin is ``attention.reference.tiled_forward``.
 """
