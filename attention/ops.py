@@ -112,7 +112,7 @@ def _forward_below_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor, 
 
 
 class FlashAttention(torch.autograd.Function):
-    """Profiles and anomaly traces have its name."""
+    """`attention::forward` and its derivative; profiles and anomaly traces have this name."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench
 
-from attention.kernels import backward, forward, hopper_backward, hopper_common, hopper_forward
+from attention.kernels import backward, forward, hopper_backward, hopper_backward_kernel, hopper_common, hopper_forward
 from attention.reference import Options, dense
 
 Tile = hopper_forward.Tile | hopper_backward.Tile
@@ -64,7 +64,7 @@ CANDIDATES: dict[str, dict[int, list[Tile]]] = {
         256: [hopper_backward.Tile(64, 64, 2)],
     },
 }
-KERNELS = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward._grad_kernel}
+KERNELS = {"forward": hopper_forward.forward_kernel, "backward": hopper_backward_kernel.grad_kernel}
 SPILLED_BYTES = 128  # what is kept over the loop may wait in memory, which costs nothing
 Shape = tuple[int, int, int, bool]  # batch, length, heads, causal
 SHAPES = {

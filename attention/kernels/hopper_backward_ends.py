@@ -93,7 +93,7 @@ def prepare_kernel(out_rows, do_rows, lse_ptr, dlse_ptr, unit_lse_ptr, padded_de
 @triton.jit(do_not_specialize=["heads", "seqlen", "tiles", "tiles_q"])
 def finish_kernel(sums_ptr, dq_ptr, redo_ptr, cu_q_ptr, heads, seqlen, tiles, tiles_q, scale, D: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Scales dq, rounds it and puts it in the usual order, the inverse of that of `hopper_backward._add_dq`."""
+    """Scales dq, rounds it and puts it in the usual order, the inverse of that of `hopper_backward_kernel._add_dq`."""
     await_previous()
     entry, head, first, length, start_m, number = _place_of_queries(cu_q_ptr, heads, seqlen, tiles, tiles_q, BLOCK_M)
     if cu_q_ptr is not None:  # noqa: SIM102 (known to the compiler)

@@ -407,6 +407,7 @@ def forward_kernel(
     scales = ((scale if softcap is None else softcap) * LOG2_E, None if softcap is None else scale / softcap)
     data = (out_desc, out_ptr, lse_ptr, spoiled_ptr, shared, record, problem, scales, sinks_ptr, max_logits_ptr)
     operands = (q_desc, k_desc, v_desc, shared, record, problem, num_tiles)
+    # Written out, since Triton takes roles neither from a variable nor from a loop.
     if GROUPS == 2:
         gl.warp_specialize(
             [

@@ -8,7 +8,7 @@ import triton.language as tl
 from helpers.sm90 import compile_kernel, loops_with_products, waits_first
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from attention.kernels import hopper_backward, hopper_backward_careful, hopper_backward_ends
+from attention.kernels import hopper_backward_careful, hopper_backward_ends, hopper_backward_kernel
 from attention.kernels.hopper_backward import SOFTCAP_TILES, TILES
 
 EXPECTED = ("cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg", ".add.v4.f32")
@@ -20,7 +20,7 @@ def desc(dtype, *block):
 
 
 def check(width, tile, dtype, left, right, packed=False, softcap=False):
-    kernel = hopper_backward._grad_kernel
+    kernel = hopper_backward_kernel.grad_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "dq_ptr": "*fp32", "redo_ptr": "*i32"}
     signature |= dict.fromkeys(("q_desc", "do_desc"), desc(dtype, 1, 1, tile.block_m, width))
     signature |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), desc(dtype, 1, 1, tile.block_n, width))

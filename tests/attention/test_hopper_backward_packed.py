@@ -37,7 +37,7 @@ def rows_from(x, entry, head, first, number):
 def grad_kernel(
     q, k, v, do, unit_lse, padded_delta, dk_out, dv_out, dk_ptr, dv_ptr, sums, redo, tasks, *sizes, **constants
 ):  # fmt: skip
-    """The twin of `_grad_kernel`, of tensors instead of descriptors."""
+    """The twin of `grad_kernel`, of tensors instead of descriptors."""
     from attention.kernels import hopper_backward_schedule as schedule
 
     *problem, scale, softcap = sizes
@@ -100,7 +100,7 @@ def backward(monkeypatch):
     from attention.kernels import hopper_backward as kernels
 
     launch = {"__getitem__": lambda self, grid: grad_kernel}
-    monkeypatch.setattr(kernels, "_grad_kernel", type("Kernel", (), launch)())
+    monkeypatch.setattr(kernels, "grad_kernel", type("Kernel", (), launch)())
     for name, block_m in (("TILES", 32), ("SOFTCAP_TILES", 16)):
         monkeypatch.setattr(kernels, name, {64: kernels.Tile(block_m, 16, 2)})
     monkeypatch.setattr(kernels, "processors", lambda device: 3)
